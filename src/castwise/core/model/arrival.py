@@ -1,8 +1,9 @@
-"""The state of a model before any plan: which tensors are stored low or quantised, and which may be widened.
+"""Inspect a model before a plan is applied: find tensors stored in bf16 or fp16, and quantised ones, and widen them to fp32.
 
-``transformers`` and others load a checkpoint in the format in which it was written. Frozen parameters that arrive low
-are a *base*, as under LoRA: nothing updates them, so nothing is lost by leaving them as they are. Quantised weights
-are meaningless without the code that reads them, and no plan touches them.
+``transformers`` and other libraries load a checkpoint in the format in which it was written, so the parameters of a
+model may be bf16 or fp16 from the start. Such parameters, if they are frozen, are called the *base*, as under LoRA.
+Nothing updates the base, so nothing is lost by leaving it in bf16 or fp16. Quantised weights are meaningless without
+the code that reads them, and no plan changes them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from castwise.core.plans.plan import PRESETS, Plan
 from castwise.errors import PlanError
 
 WIDEN = (False, True, "all")
-"""Allowed for ``widen=``: nothing; trained parameters and the buffers in their modules; the frozen base too."""
+"""The values allowed for ``widen=``, which says which bf16 and fp16 tensors are stored in fp32.
+
+False stores none in fp32. True does so with trained parameters, and with buffers of modules that have no frozen bf16 or
+fp16 parameters. ``"all"`` does so with frozen parameters too.
+"""
 _PLAIN = (torch.float32, torch.float64, *LOW_DTYPES)
-"""Formats in which a weight is a plain number, not encoded."""
+"""Dtypes in which an element of a weight is the number itself, and not a code for it."""
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
@@ -41,8 +46,9 @@ def check_widen(call: str, widen: object) -> None:
 def is_sealed(tensor: Tensor) -> bool:
     """Whether a floating tensor holds encoded values, so that a cast would destroy them.
 
-    Those are fp8 tensors, tensors with their own operators (torchao's), and frozen parameters of a class
-    that is not torch's (bitsandbytes has some that report bf16 and hold packed bits).
+    This holds for fp8 tensors, and for tensor subclasses that implement their own operators, such as torchao's. It also
+    holds for frozen parameters of a class from another library: bitsandbytes has parameters that report bf16 and hold
+    packed bits.
     """
     if tensor.is_floating_point() and tensor.dtype not in _PLAIN:
         return True
@@ -55,7 +61,10 @@ def is_sealed(tensor: Tensor) -> bool:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module's direct weights are quantised, so that its other tensors (scales, a bias) stay unchanged."""
+    """Whether the weights that a module itself holds are quantised.
+
+    The other tensors of such a module, for example scales and a bias, must then stay unchanged as well.
+    """
     own = list(module.parameters(recurse=False))
     if any(is_sealed(p) or p.dtype in PACKED for p in own):
         return True
@@ -64,17 +73,20 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
-    """Whether a tensor that a plan does not store, given by the path of its module, is widened to fp32.
+    """Return a function that decides whether a bf16 or fp16 tensor of a model is to be stored in fp32.
+
+    The function takes the path of a module and a tensor of that module. It is meant for tensors whose storage format
+    the plan leaves open.
 
     Args:
-        model: In any state.
+        model: The model, prepared or not.
         widen: One of :data:`WIDEN`.
     """
     modules = dict(model.named_modules())
     known: dict[str, bool] = {}
 
     def beside_base(path: str) -> bool:
-        """Whether the nearest enclosing module with parameters has frozen low ones."""
+        """Whether the nearest module at or above ``path`` that has parameters has frozen ones in bf16 or fp16."""
         around = path  # no recursion: a function that refers to itself would keep the model until a garbage collection
         while around and not any(True for _ in modules[around].parameters()):
             around = around.rpartition(".")[0]
@@ -95,11 +107,16 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
 
 
 def widen_for(plan: Plan, model: nn.Module) -> Any:
-    """The ``widen`` argument for comparing a plan with fp32 on a model that may have low parameters.
+    """Return the value of ``widen=`` with which a plan is compared with fp32 on a model.
 
-    A plan that only computes in fp32 is fp32 for the whole model. Under other plans, trained parameters are widened,
-    and so is a base in another low format than the plan's. A plan that computes in fp32 and returns outputs unchanged
-    leaves a model with a low base as it is (:func:`as_given`).
+    The model may have parameters in bf16 or fp16. There are four cases:
+
+    - A plan that stores parameters in bf16 or fp16 widens nothing.
+    - A plan that computes only in fp32 and returns fp32 widens all parameters, frozen ones too.
+    - A plan that computes only in fp32 and returns outputs unchanged, such as the one from :func:`as_given`, widens
+      only trained parameters.
+    - Other plans widen trained parameters. They widen frozen parameters too if some are stored in the low format that
+      is not the plan's (bf16 under an fp16 plan, fp16 under a bf16 plan).
     """
     if plan.stores_low:
         return False
@@ -110,9 +127,9 @@ def widen_for(plan: Plan, model: nn.Module) -> Any:
 
 
 def as_given(model: nn.Module) -> Plan | None:
-    """The plan under which a model with low parameters runs as it does without a plan.
+    """Return the plan under which a model with bf16 or fp16 parameters runs as it does without a plan.
 
-    None if it arrives in fp32, or if its trained parameters are stored in several formats.
+    Return None if the model has no bf16 or fp16 tensor, or if its trained parameters are stored in several formats.
     """
     low = low_tensors(model)
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
@@ -126,10 +143,12 @@ def as_given(model: nn.Module) -> Plan | None:
 
 
 def widen_(model: nn.Module) -> dict[str, torch.dtype]:
-    """Store all bf16 and fp16 tensors of a model without gradients in fp32, in place, except quantised ones.
+    """Store the bf16 and fp16 parameters and buffers of a model in fp32, in place, except quantised ones.
+
+    Their gradients are dropped.
 
     Returns:
-        The former formats, by path, for :func:`store_`.
+        The former dtypes, by path, with which :func:`store_` can undo this.
     """
     own = {name for path, m in model.named_modules() if is_quantised(m) for name in _names(path, m)}
     wide = {name: t for name, t in low_tensors(model).items() if name not in own and not is_sealed(t)}
@@ -139,7 +158,10 @@ def widen_(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def store_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Store tensors of a model, by path, in other formats in place; their gradients are dropped."""
+    """Store parameters and buffers of a model in other dtypes, in place, and drop their gradients.
+
+    ``dtypes`` maps the path of a tensor to its new dtype.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if dtypes.get(name, tensor.dtype) is not tensor.dtype:
             tensor.grad = None
@@ -152,13 +174,13 @@ def _names(path: str, module: nn.Module) -> Iterator[str]:
 
 
 def low_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model that are stored in bf16 or fp16, each once, by path."""
+    """Return the parameters and buffers of a model that are stored in bf16 or fp16, each once, by path."""
     both = (*model.named_parameters(), *model.named_buffers())
     return {name: tensor for name, tensor in both if tensor.dtype in LOW_DTYPES}
 
 
 def more_bytes(tensors: Iterable[Tensor]) -> int:
-    """Additional bytes for storing low tensors in fp32, on this rank."""
+    """Return how many bytes more bf16 or fp16 tensors would take on this rank if they were stored in fp32."""
     return sum(_local(t).numel() * (torch.float32.itemsize - t.dtype.itemsize) for t in tensors)
 
 

@@ -1,20 +1,21 @@
-"""Borders: the start and end of a module that has its own format.
+"""Install borders on a model: forward hooks that switch the precision and cast tensors where a region starts and ends.
 
-A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks: at entry
-it casts inputs and activates the region's frame, at exit it restores the former frame and casts outputs.
-``forward`` itself is never replaced, so a prepared model copies and compiles; pickles leave borders out
-(:mod:`castwise.masters.pickles`).
+A :class:`Border` is put around the whole model and around every region, as a pair of forward hooks. The hook before
+``forward`` casts inputs and activates the region's precision settings (a :class:`~castwise.core.casting.frames.Frame`).
+The hook after ``forward`` restores the former settings and casts outputs. ``forward`` itself is never replaced, so a
+prepared model can be copied and compiled. Pickles leave borders out (:mod:`castwise.masters.pickles`).
 
 An output is rounded no more than its next consumer needs. If operators outside the border are autocast, they cast their
-inputs themselves: outputs leave unrounded, and formats that the operators would refuse are cast to fp32. If they
-are not, outputs are cast to the outer format, since nothing else would; the wide value is kept beside the rounded one
-for a border that receives it unchanged: a neighbouring fp32 region, or the end of the model. A 0-dim tensor, such
-as a loss, does not widen other operands and is not rounded.
+inputs themselves. Then outputs are not rounded, and formats that the operators would refuse are cast to fp32. If
+operators outside are not autocast, the border casts outputs to the format outside, since nothing else would. It keeps
+the unrounded value beside the rounded one. Another border that receives the tensor unchanged, that of a neighbouring
+fp32 region or of the whole model, uses the unrounded value. A 0-dim tensor, such as a loss, does not widen other
+operands, so it is not rounded.
 
-If operators are not autocast and a module keeps a table wider than its compute format
-(:attr:`~castwise.core.model.resolve.ModulePlan.meets`), its frame casts both operands to the low format for operators
-that refuse a wide tensor with a low one, and casts nothing else; its children with low parameters have borders, inside
-which operators run unchanged.
+If operators are not autocast, a module may keep a table that is wider than its compute format
+(:attr:`~castwise.core.model.resolve.ModulePlan.meets`). Inside such a module, operators that refuse an fp32 tensor
+together with bf16 or fp16 ones get all of them in the compute format, and nothing else is cast. Its children with bf16
+or fp16 parameters have borders of their own, inside which operators run unchanged.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ from castwise.core.plans.text import shown
 from castwise.errors import StateError
 
 _WIDE = "_castwise_wide"
-"""Attribute of a rounded output: its unrounded value, and its version at rounding."""
+"""Name of an attribute of a rounded output, which holds the unrounded tensor and the output's version when rounded."""
 
 
 _NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "read", "rounding")
 
 
 class Entries:
-    """The autograd nodes that were recently created inside a border.
+    """Records which autograd nodes were created inside a border, for its last 256 calls.
 
     Attributes:
-        spans: For each call that created nodes, the number of the first node and the number after the last.
-        silent: Whether a call created no nodes, as a call without gradients does.
+        spans: For each call that created nodes, the sequence number of the first node and the number after the last.
+        silent: Whether there was a call that created no nodes, as a call without gradients does.
     """
 
     def __init__(self) -> None:
@@ -68,11 +69,14 @@ class Entries:
         self._open: list[int] = []
 
     def enter(self) -> None:
-        """Record the start of a call. Even without gradients torch creates nodes for casts of weights."""
+        """Record the start of a call.
+
+        A call without gradients counts as creating no nodes, although torch creates some for casts of weights.
+        """
         self._open.append(_torch.autograd.sequence_number() if torch.is_grad_enabled() else sys.maxsize)
 
     def leave(self) -> None:
-        """Record the end of the last call."""
+        """Record the end of the call that started last."""
         first, last = self._open.pop() if self._open else 0, _torch.autograd.sequence_number()
         if first < last:
             self.spans.append((first, last))
@@ -80,7 +84,7 @@ class Entries:
             self.silent = True
 
     def made(self, number: int) -> bool:
-        """Whether the node with this number was created inside."""
+        """Whether the autograd node with this sequence number was created inside the border."""
         return any(first <= number < last for first, last in self.spans)
 
 
@@ -89,22 +93,24 @@ class Border:
     """The border of a region, or of the whole model: a pair of forward hooks.
 
     Attributes:
-        frame: The frame inside.
-        cast_inputs: Dtype of floating inputs inside; None leaves them.
-        cast_only: Dtypes of the inputs that are cast; None for all.
-        cast_outputs: Dtype of floating outputs outside; None leaves them.
-        outer: Frame of the enclosing module; None around the whole model.
+        frame: The precision settings inside the border.
+        cast_inputs: The dtype to which floating inputs are cast, or None to leave them as they are.
+        cast_only: The dtypes of the inputs that are cast, or None to cast floating inputs of all dtypes.
+        cast_outputs: The dtype to which floating outputs are cast, or None to leave them as they are.
+        outer: The precision settings around the border; None for the border of the whole model.
         root: Whether this is the border of the whole model.
-        follow_backward: Whether backward must know the frame of the forward, as with operator overrides. A
-            border whose frame alone has overrides records it anyway.
-        entries: Records calls while a caller uses the records.
-        rounding: Checks the inputs of the first calls, if inputs are rounded.
-        first: Only around a whole model: a trained parameter and its format. If the format has changed at a training
-            call, all trained parameters are checked.
-        begin: Around a whole model: called with whether it trains, when an uncompiled forward of it begins.
-        loaded: Around a whole model: called when a state was loaded into it.
-        read: Around a whole model: called before its state is read.
-        site: The settings from which the frame is made.
+        follow_backward: Whether the backward pass must run under the settings of the forward pass on both sides of the
+            border, because a plan's operator rules may hold on both. If only ``frame`` has such rules, its settings are
+            recorded for the backward pass anyway.
+        entries: Records the autograd nodes of calls, while someone reads the records.
+        rounding: Checks the inputs of the first calls, if ``cast_inputs`` is bf16 or fp16. Only for the whole model.
+        first: A trained parameter and its dtype. If a call with gradients finds another dtype, all trained parameters
+            are checked. Only for the whole model.
+        begin: A function that is called when a forward of the model begins that is not compiled, with whether the model
+            is in training mode. Only for the whole model.
+        loaded: A function that is called after a state was loaded into the model. Only for the whole model.
+        read: A function that is called before the state of the model is read. Only for the whole model.
+        site: The settings from which ``frame`` was made.
     """
 
     frame: Frame
@@ -127,7 +133,7 @@ class Border:
         self.open()
 
     def open(self) -> None:
-        """Register the override kernels of the frame."""
+        """Register the kernels that carry out the plan's operator rules inside the border."""
         self._lease = kernels.Lease(self.frame.rows, self.frame.device_type) if self.frame.rows else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,12 +144,12 @@ class Border:
         self.open()
 
     def close(self) -> None:
-        """Release the override kernels; the hooks must have been removed before."""
+        """Release the kernels that :meth:`open` registered. The hooks must have been removed before."""
         if self._lease is not None:
             self._lease.close()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook for inputs that need no cast."""
+        """Activate the precision settings, as a forward pre-hook of a module whose inputs need no cast."""
         if is_compiling():
             if is_exporting() and self.frame.enabled:
                 _refuse_export(type(module).__name__)
@@ -155,7 +161,10 @@ class Border:
             frames.push(self.frame, self, self.root)
 
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Forward pre-hook with keyword arguments, used if inputs are cast or backward must know of the border."""
+        """Cast the inputs and activate the precision settings, as a forward pre-hook with keyword arguments.
+
+        Also used if inputs are not cast but the border must be recorded for the backward pass.
+        """
         cast = self.cast_inputs
         if cast is not None:
             if self.rounding is not None and not is_compiling() and not _torch.tensors.is_tracing():
@@ -208,24 +217,34 @@ class Border:
         loaded: Callable[[], object],
         read: Callable[[], object],
     ) -> None:
-        """Call functions when a forward of the model begins, after a state was loaded into it, and before its state is read."""
+        """Register functions to call at events of the whole model.
+
+        Args:
+            model: The model that this border is around.
+            begin: Called when a forward begins that is not compiled, with whether the model is in training mode.
+            loaded: Called after a state was loaded into the model.
+            read: Called before the state of the model is read.
+        """
         self.begin, self.loaded, self.read = begin, loaded, read
         if not isinstance(model, torch.jit.ScriptModule):
             model.register_load_state_dict_post_hook(self.load)
             model.register_state_dict_pre_hook(self.save)
 
     def load(self, _module: nn.Module, _keys: Any) -> None:
-        """Hook after a state was loaded into the whole model."""
+        """Call the function ``loaded``, as a hook that runs after a state was loaded into the whole model."""
         if self.loaded is not None:
             self.loaded()
 
     def save(self, _module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        """Hook before the state of the whole model is read."""
+        """Call the function ``read``, as a hook that runs before the state of the whole model is read."""
         if self.read is not None:
             self.read()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook; also runs after an exception, with ``output=None``."""
+        """Restore the former precision settings and cast the outputs, as a forward hook.
+
+        The hook also runs after an exception, with ``output=None``.
+        """
         if is_compiling():
             tracing.graph_pop()
         else:
@@ -235,7 +254,7 @@ class Border:
                 self.entries.leave()
             if (
                 self.follow_backward or self.frame.overrides
-            ):  # not a view: its hooks outlive what is written to it
+            ):  # no view is returned here: a write to a view would lose the tensor hooks that users put on it
                 map_tensors(self._noted_inside, output)
         cast = self.cast_outputs
         if not self.root:
@@ -256,7 +275,7 @@ class Border:
 
 
 def _refuse_export(kind: str) -> None:
-    """Raise if torch.export traces a model whose operators a plan casts.
+    """Raise the error for ``torch.export`` of a model whose operators a plan casts.
 
     Raises:
         StateError: Always.
@@ -273,7 +292,7 @@ _torch.dynamo.mark_constant(_refuse_export)
 
 
 def refuse_scripting(module: nn.Module) -> None:
-    """Raise before torch.jit.script compiles a module.
+    """Raise if ``torch.jit.script`` is about to compile a module that has a border.
 
     Raises:
         StateError: The module has a border.
@@ -289,27 +308,33 @@ def refuse_scripting(module: nn.Module) -> None:
 
 
 def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A wide output rounded to a low dtype, which keeps a reference to the wide one."""
+    """Return an output rounded to bf16 or fp16, with the unrounded tensor as an attribute of the rounded one.
+
+    A 0-dim tensor is returned unchanged.
+    """
     if not tensor.is_floating_point() or tensor.dtype is dtype or tensor.dim() == 0:
         return tensor
     low = tensor.to(dtype)
-    # without versions, a write to the rounded tensor would not be noticed
+    # tensors made in inference mode have no version, so a later write to the rounded tensor would not be noticed
     if is_compiling() or not tensor.is_inference():
         low._castwise_wide = (tensor, _torch.tensors.version(low))  # type: ignore[attr-defined]
     return low
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of an output before rounding, unless it was written to since; other tensors are returned unchanged."""
+    """Return the unrounded value of a tensor that :func:`_rounded` rounded, unless it was written to since then.
+
+    Any other tensor is returned unchanged.
+    """
     wide = getattr(tensor, _WIDE, None)
     return wide[0] if wide is not None and wide[1] == _torch.tensors.version(tensor) else tensor
 
 
 @dataclass(eq=False, repr=False)
 class Method:
-    """A method of a prepared model other than ``forward``, run inside the model's border.
+    """Runs a method of a prepared model other than ``forward`` inside the model's border.
 
-    Stands in the instance's dictionary, and copies with it.
+    It is stored in the model's ``__dict__`` under the method's name, and is copied with the model.
     """
 
     module: nn.Module
@@ -323,7 +348,7 @@ class Method:
         return getattr(type(self.module), self.name).__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Enter the border with the arguments cast, run the method, and cast its result."""
+        """Cast the arguments, run the method under the model's precision settings, and cast the result."""
         self.before(self.module)
         border, depth = self.border, frames.depth()
         args, kwargs = border.enter_and_cast(self.module, args, kwargs)
@@ -340,33 +365,33 @@ class Method:
 
 @dataclass(eq=False)
 class Door:
-    """Hooks that run a part of a prepared model inside the model's border when it is called from outside.
+    """Hooks that run a submodule of a prepared model inside the model's border when it is called from outside the model.
 
     Attributes:
         border: The model's border.
-        entered: For each running call, whether it came from outside.
+        entered: For each running call of the submodule, whether it came from outside the model.
     """
 
     border: Border
     entered: list[bool] = field(default_factory=list)
 
     def put(self, part: nn.Module) -> None:
-        """Install the hooks on a part."""
+        """Install the hooks on a submodule of the model."""
         part.register_forward_pre_hook(self.enter, with_kwargs=True)
         part.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Forward pre-hook."""
+        """Enter the model's border if the call came from outside the model, as a forward pre-hook."""
         self.entered.append(not frames.depth())
         return self.border.enter_and_cast(module, args, kwargs) if self.entered[-1] else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook; also runs after an exception."""
+        """Leave the model's border if :meth:`enter` entered it, as a forward hook that also runs after an exception."""
         return self.border.leave(module, args, output) if self.entered.pop() else output
 
 
 def check_forward(module: nn.Module) -> None:
-    """Check that ``torch.autocast`` does not wrap a module's ``forward``, where it would override the plan.
+    """Raise if ``torch.autocast`` wraps a module's ``forward``, where it would override the plan.
 
     Raises:
         StateError: ``torch.autocast`` wraps the module's ``forward``.
@@ -381,9 +406,9 @@ def check_forward(module: nn.Module) -> None:
 
 
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
-    """Remove borders that were copied with a prepared model.
+    """Remove the borders that a model has because it is a copy of a prepared model.
 
-    ``log`` gets the undo entry before any is removed.
+    Before any border is removed, ``log`` is called with a function that puts them back.
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
@@ -411,7 +436,7 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
 
 
 def border_of(module: nn.Module) -> Border | None:
-    """The border around a module, or None."""
+    """Return the border around a module, or None."""
     own = (
         getattr(hook, "__self__", None)
         for hooks in _torch.hooks.hook_tables(module)
@@ -421,15 +446,15 @@ def border_of(module: nn.Module) -> Border | None:
 
 
 def root_of(model: nn.Module) -> Border | None:
-    """The border of a whole prepared model."""
+    """Return the border of a whole prepared model, or None if the module is not such a model."""
     border = border_of(model)
     return border if border is not None and border.root else None
 
 
 def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tensor | None = None) -> None:
-    """Add the cure to a dtype error that is due to weights used outside of prepared models.
+    """Add cures to the message of a dtype error that is due to weights used outside of their prepared models.
 
-    ``loss``: given if the error came from its backward.
+    ``loss`` is given if the error came from the backward pass of that loss.
     """
     for model in models:
         if (border := root_of(model)) is None or border.site is None:
@@ -470,7 +495,13 @@ def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, ru
 
 
 def _cast_outputs(plan: Plan, inside: str, around: str) -> torch.dtype | None:
-    """The format to which a region's outputs are cast; see the module docstring."""
+    """Return the dtype to which a region's outputs are cast, or None; the module docstring says why.
+
+    Args:
+        plan: The plan.
+        inside: The compute format of the region.
+        around: The compute format of the module that encloses the region.
+    """
     if not casts_operators(plan, around):
         return FORMATS[around].dtype
     return None if inside in (around, "fp32") else torch.float32
@@ -487,12 +518,13 @@ def install(
     """Install the borders of a resolution on a model.
 
     Args:
-        model: The resolved model; its class, ``forward`` and parameters do not change.
+        model: The resolved model. Its class, ``forward`` and parameters do not change.
         resolution: The resolution of a plan for this model.
         device_type: Device of the model.
-        methods: Names of methods other than ``forward`` that are called from outside, already checked.
-        before: Called with the model before each of these methods, as forward pre-hooks are before ``forward``.
-        log: Called with the undo entry before anything is installed.
+        methods: Names of methods other than ``forward`` that are to run under the plan, already checked.
+        before: A function that is called with the model before each of these methods, as forward pre-hooks are called
+            before ``forward``.
+        log: A function that is called before anything is installed, with a function that removes the borders.
 
     Returns:
         The border of the whole model.
@@ -512,7 +544,8 @@ def install(
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN does not support this LSTM on this CPU"))
     follow = bool(rows)
     if resolution.mixes:
-        # these rows only affect operators that could not run otherwise; a frame's border records them for backward anyway
+        # these rules only affect operators that could not run otherwise; a border whose own settings have rules records
+        # them for the backward pass without ``follow``
         extra = rules.stored_low(plan.rules, device_type)
         rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
@@ -530,7 +563,7 @@ def install(
         return Site(plan, place.compute, device_type, beside, place.meets)
 
     def outer(path: str) -> Frame:
-        """Frame of the next enclosing border of a module."""
+        """Return the precision settings inside the nearest border around the module at ``path``."""
         above = path.rpartition(".")[0]
         place = resolution.places[above]
         return outer(above) if above and place.around is None else frame(place)
@@ -538,7 +571,7 @@ def install(
     root_input: torch.dtype | None = None
     if plan.params == "compute" or root_place.compute != plan.compute:
         root_input = FORMATS[root_place.compute].dtype
-    # operators that cast accept both fp32 and the plan's format, and round only what they compute with
+    # autocast operators accept both fp32 and the plan's format, and round only what they compute with
     casts = root_input is not None and casts_operators(plan, root_place.compute)
     alive = weakref.ref(model)  # the undo entry must not keep the model alive
     borders: list[tuple[weakref.ref[nn.Module], Border]] = []
@@ -559,7 +592,7 @@ def install(
             border.close()
 
     def put(module: nn.Module, border: Border) -> None:
-        # first: after an interrupt every installed hook must be known
+        # listed before the hooks are installed, so that ``remove`` also finds those of an interrupted call
         borders.append((weakref.ref(module), border))
         if border.cast_inputs is not None or border.follow_backward:
             module.register_forward_pre_hook(border.enter_and_cast, with_kwargs=True)

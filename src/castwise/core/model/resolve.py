@@ -1,11 +1,14 @@
-"""Apply a plan to a model to get a resolution: the format of each module, the storage of each tensor, the borders.
+"""Work out what a plan means for each module and tensor of a model, as a :class:`Resolution`.
 
-:func:`resolve` changes nothing and is computed once; all code that applies a plan (borders, storage, shard groups)
-reads it. ``print(amp.resolve(model))`` shows it.
+A resolution holds the format in which each module computes and the dtype in which each tensor is to be stored. It also
+lists the borders, which are the modules at whose entry and exit tensors are cast. :func:`resolve` computes the
+resolution once and does not change the model. The code that applies the plan reads the resolution, and
+``print(amp.resolve(model))`` shows it.
 
-Patterns are globs over module paths in which ``*`` stays within one level and ``**`` crosses levels
-(``encoder.layers.*.norm``, ``**.norm``), or ``type:`` and a glob over the names of a module's class and its bases.
-If several regions match a module the last one wins; a module that none matches belongs to the enclosing region.
+The regions of a plan are named by patterns. A pattern is a glob over module paths, in which ``*`` stays within one
+level and ``**`` crosses levels (``encoder.layers.*.norm``, ``**.norm``). Or it is ``type:`` and a glob over the names
+of a module's class and its base classes. If several regions match a module, the last one wins. A module that no region
+matches belongs to the region of the module around it.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _hits(region: Region, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The paths of the modules that a region's pattern matches."""
+    """Return the paths of the modules that a region's pattern matches."""
     glob = region.glob
     if region.is_type:
         of = {name: _kind(module) for name, module in modules.items()}
@@ -54,7 +57,7 @@ def _hits(region: Region, modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _kind(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; of a scripted or traced one, the torch.nn class it was made from."""
+    """Return the class of a module, or for a scripted or traced module the torch.nn class that it was made from."""
     if isinstance(module, torch.jit.ScriptModule):
         made_from = getattr(nn, getattr(module, "original_name", ""), None)
         if isinstance(made_from, type) and issubclass(made_from, nn.Module):
@@ -68,7 +71,7 @@ def _matches_kind(glob: str, kind: type[nn.Module]) -> bool:
 
 
 def _never_called(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose forward does not normally run, with the reason."""
+    """Return the modules whose forward does not run in normal use, each with the reason as text for an error message."""
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -87,11 +90,13 @@ def _never_called(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
-    """The region that matches each named module directly, by path; the last match wins.
+    """Find the modules that the patterns of regions match, and return the region of each by its path.
+
+    If several regions match a module, the last one wins. Modules inside a matching module are not listed.
 
     Raises:
-        PatternError: A pattern matches no module, or none whose forward runs. Type patterns may match
-            nothing: a plan that keeps ``type:BatchNorm*`` in fp32 is valid for a model without one.
+        PatternError: A pattern matches no module, or no module whose forward runs. Patterns that begin with ``type:``
+            may match nothing: a plan that keeps ``type:BatchNorm*`` in fp32 is valid for a model without BatchNorm.
     """
     modules = dict(model.named_modules())
     silent = _never_called(model)
@@ -125,21 +130,27 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
 
 
 def region_of(path: str, assigned: Mapping[str, Region]) -> Region | None:
-    """The region of a module, from the result of :func:`assign`: the region of the nearest module around it that has one."""
+    """Return the region to which the module at ``path`` belongs, given the result of :func:`assign`.
+
+    This is the module's own region, or else that of the nearest module around it that has one, or None.
+    """
     while path and path not in assigned:
         path = path.rpartition(".")[0]
     return assigned.get(path)
 
 
 def only_matching(plan: Plan, model: nn.Module) -> Plan:
-    """The plan without path regions that match nothing in a model, such as those of other pipeline stages."""
+    """Return the plan without the regions whose path pattern matches no module of the model.
+
+    The modules of such a region are probably in other pipeline stages.
+    """
     modules = dict(model.named_modules())
     here = tuple(region for region in plan.regions if region.is_type or _hits(region, modules))
     return dataclasses.replace(plan, regions=here)
 
 
 def casts_operators(plan: Plan, compute: str) -> bool:
-    """Whether the operators of a region with a compute format are autocast."""
+    """Whether a plan autocasts operators in the parts of a model that compute in the format ``compute``."""
     return compute in LOW and (plan.rules != "none" or bool(plan.ops))
 
 
@@ -153,11 +164,12 @@ class ModulePlan:
     Attributes:
         path: Module path; empty for the model itself.
         kind: Name of the module's class.
-        compute: Its compute format.
-        stored: Storage format of its direct parameters; None leaves them as they are.
-        around: Format outside its border; None without a border, and for the model itself.
-        meets: Its operators combine a wider table of the module with low tensors; operators that refuse such a mixture
-            run in ``compute``.
+        compute: The format in which the module computes.
+        stored: The storage format of the parameters that the module itself holds, or None to leave them as they are.
+        around: The compute format of the module that encloses this one, if tensors are cast at the entry and exit of
+            this module. None if they are not, and for the model itself.
+        meets: Whether the module's operators combine a tensor of its own that is wider than ``compute``, such as an
+            fp32 table, with bf16 or fp16 tensors. Operators that refuse such a mixture then run in ``compute``.
     """
 
     path: str
@@ -173,14 +185,16 @@ class Resolution:
     """The effect of a plan on a model.
 
     Attributes:
-        plan: The plan; for one stage of a pipeline without the regions of other stages.
-        places: Each module, by path, in the model's order.
-        storage: Path of a parameter or buffer -> its new dtype, for those that must change.
-        kept: Floating buffers that keep their dtype in a module whose parameters are stored low.
-        mixes: Operators are cast and may get low weights for which their rules expect fp32.
+        plan: The plan. For one stage of a pipeline, it lacks the regions of other stages.
+        places: The effect on each module, by module path, in the model's order.
+        storage: The new dtype of each parameter and buffer that must change, by path.
+        kept: Paths of floating buffers that keep their dtype although the parameters of their module are stored in bf16
+            or fp16.
+        mixes: Whether operators are autocast and may get bf16 or fp16 weights where their rules expect fp32 weights.
         left_low: Paths of trained parameters that arrived in bf16 or fp16 and keep that format, although the plan does
             not require it.
-        sealed: Paths of parameters that are left alone, with all of their module, since they are quantised.
+        sealed: Paths of quantised parameters, which are left unchanged. The other tensors of their modules stay
+            unchanged too.
     """
 
     plan: Plan
@@ -193,11 +207,17 @@ class Resolution:
 
     @property
     def borders(self) -> tuple[ModulePlan, ...]:
-        """The modules with their own format, or with tables wider than their compute format."""
+        """The modules at whose entry and exit tensors are cast, without the model itself.
+
+        They have a format of their own, or hold a table that is wider than the format in which they compute.
+        """
         return tuple(place for place in self.places.values() if place.around is not None)
 
     def stored_in(self, path: str) -> torch.dtype | None:
-        """The low dtype in which a module's direct parameters are stored; None for fp32."""
+        """Return the dtype in which the parameters that a module itself holds are stored: bf16, fp16, or None for fp32.
+
+        None also means that the plan leaves the parameters as they are.
+        """
         stored = self.places[path].stored
         return FORMATS[stored].dtype if stored in LOW else None
 
@@ -240,36 +260,46 @@ def resolve(
     inference: bool = False,
     widen: Any = False,
 ) -> Resolution:
-    """Determine the effect of a plan on a model; changes neither.
+    """Determine the effect of a plan on a model, and change neither.
 
-    A parameter shared by several regions takes the widest of their formats; fp64 stays. Buffers are state: they keep
-    their dtype unless a region with ``params`` matches their very module. If operators are not autocast, recognisable
-    constants follow the parameters, as in ``module.half()``: tensors that a parametrization keeps beside its weight,
-    the class weights of losses, and masks that are added to scores. All other buffers stay.
+    A parameter shared by several regions takes the widest of their formats. fp64 tensors stay fp64. Quantised modules
+    stay as they are.
 
-    Operators refuse an fp32 table with low tensors. So a module with a table of two or more dimensions runs in fp32 if
-    no parameters are inside, and otherwise gets its own border (:attr:`ModulePlan.meets`), as do those of its children
-    that hold low parameters. So does a parametrization, other than torch's norms, whose operators may lack low kernels.
-    A module without ``forward`` can have no border: its buffers follow the parameters too, unless they hold only whole
-    numbers.
+    Buffers are state, so they keep their dtype unless the pattern of a region with ``params`` matches their very
+    module. There is one exception: if operators are not autocast, buffers that are clearly constants are stored in the
+    format of the parameters, as ``module.half()`` does. These are the tensors that a parametrization keeps beside its
+    weight, the class weights of losses, and masks that are added to attention scores.
 
-    Tensors that arrived low stay low, also where those of a float model would be fp32, except under ``widen``, in
-    another low format than the plan's, or in an fp32 region of a low plan. Quantised modules stay as they are. A
-    BatchNorm keeps its parameters in the format of its statistics, since torch has no kernel for low parameters with
-    fp32 statistics, and if operators are autocast, a layer under spectral_norm keeps its weight in the format of its
-    vectors.
+    If operators are not autocast, most refuse an fp32 tensor together with bf16 or fp16 ones. A module that keeps an
+    fp32 buffer of two or more dimensions, a table, runs all the same:
+
+    - Without parameters inside, the module runs in fp32.
+    - With parameters inside, inputs and outputs of the module are cast (:attr:`ModulePlan.meets`), and so are those of
+      its children that hold bf16 or fp16 parameters.
+    - Inputs and outputs of a parametrization other than torch's norms are cast too, since the operators that it calls
+      may lack bf16 and fp16 kernels.
+    - A module without ``forward`` has no inputs or outputs that could be cast. Its buffers are stored in the format of
+      the parameters too, unless they hold only whole numbers.
+
+    Tensors that arrived in bf16 or fp16 stay in it, also where those of an fp32 model would stay fp32. There are three
+    exceptions, in which they are stored in fp32: ``widen`` asks for it, the plan stores parameters in the other one of
+    bf16 and fp16, or the tensor is in an fp32 region of a plan that computes in bf16 or fp16.
+
+    A BatchNorm keeps its parameters in the format of its statistics, since torch has no kernel for bf16 or fp16
+    parameters with fp32 statistics. If operators are autocast, a layer under spectral_norm keeps its weight in the
+    format of its vectors.
 
     Args:
         plan: The plan.
-        model: In any state of training.
+        model: The model, before or during training.
         device_type: Device of the model.
-        part: Whether the model is one stage of a pipeline: regions that match nothing belong to other stages.
-        inference: Store weights low in layers that the plan computes low anyway.
-        widen: Which tensors that arrived low and that the plan does not store low to store in fp32: one of
-            ``arrival.WIDEN``.
+        part: Whether the model is one stage of a pipeline, so that regions that match nothing belong to other stages.
+        inference: Whether to store weights in the plan's compute format in layers that compute in it anyway.
+        widen: Which of the tensors that arrived in bf16 or fp16 are stored in fp32, where the plan does not store them
+            in its compute format: one of ``arrival.WIDEN``.
 
     Raises:
-        PatternError: As :func:`assign`.
+        PatternError: A pattern is not allowed for this model, see :func:`assign`.
     """
     if part:
         plan = only_matching(plan, model)
@@ -358,7 +388,10 @@ def resolve(
 
 
 def _mixes(plan: Plan, modules: Mapping[str, nn.Module], places: Mapping[str, ModulePlan]) -> bool:
-    """Whether low weights exist outside the layers whose operators take only low inputs."""
+    """Whether autocast operators may get bf16 or fp16 weights where their rules expect fp32 weights.
+
+    That is so if modules other than linear layers, convolutions and embeddings store parameters in bf16 or fp16.
+    """
     return any(casts_operators(plan, place.compute) for place in places.values()) and any(
         places[path].stored in LOW
         and not _is_one_operator(module)
@@ -374,7 +407,10 @@ def _place_tables(
     places: dict[str, ModulePlan],
     storage: dict[str, torch.dtype],
 ) -> None:
-    """If operators are not cast: find modules with parameters wider than their compute format, and give them a border."""
+    """Find modules that hold a table wider than the format in which they compute, and mark them as borders in ``places``.
+
+    Only modules whose operators are not autocast need this.
+    """
     paths = {module: path for path, module in modules.items()}
     final = {tensor: storage.get(name, tensor.dtype) for name, tensor in named_tensors(modules[""])}
     for path, module in modules.items():
@@ -416,16 +452,17 @@ def _place_tables(
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether a module has a forward that a border can wrap."""
+    """Whether a module has its own ``forward``, at whose start and end tensors can be cast."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _called_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules with operators that a forward probably calls: its children, and those of containers.
+    """Yield the modules that a module's ``forward`` probably calls: its children, and the children of its containers.
 
-    Layers of one operator that accepts a wide input are left out, and so are embeddings, which take no floating input.
+    Linear layers and convolutions are left out, since their one operator accepts an fp32 input. Embeddings are left out
+    too, since they take no floating input.
     """
     for child in module.children():
         if isinstance(child, _CONTAINERS):
@@ -435,7 +472,7 @@ def _called_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _factorises(module: nn.Module) -> bool:
-    """Whether a parametrization may compute its weight with operators that lack low kernels, as orthogonal does."""
+    """Whether a parametrization may need operators that have no bf16 or fp16 kernels, as ``orthogonal`` does."""
     return isinstance(module, ParametrizationList) and not all(
         isinstance(one, _torch.calls.NORM_PARAMETRIZATIONS) for one in module
     )
@@ -446,13 +483,13 @@ def _is_one_operator(module: nn.Module) -> bool:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of a model once, by its first path."""
+    """Yield every parameter and buffer of a model once, with the first of its paths."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 def _stored_format(plan: Plan, region: Region | None) -> str | None:
-    """Format in which a region's parameters are stored; None leaves them unchanged."""
+    """Return the format in which a plan stores the parameters of a region, or None if it leaves them unchanged."""
     if region is not None:
         if region.params is not None:
             return region.params
@@ -472,7 +509,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _has_vectors(module: nn.Module) -> bool:
-    """Whether a layer's weight is computed from its parameters and extra vectors, as by spectral_norm."""
+    """Whether a layer computes its weight from parameters and from vectors that it keeps as buffers, as by spectral_norm."""
     reparametrized = isinstance(module, ParametrizationList) or hasattr(module, "weight_orig")
     return reparametrized and any(b.is_floating_point() and b.dim() == 1 for b in module.buffers())
 
@@ -484,7 +521,12 @@ def _parents(path: str, modules: Mapping[str, nn.Module]) -> Iterator[nn.Module]
 
 
 def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
-    """Whether a buffer is recognisably a constant that is combined with activations, and not state, counters or positions."""
+    """Whether a buffer is clearly a constant that is combined with activations.
+
+    Such buffers are tensors that a parametrization keeps (the vectors of spectral_norm), class weights of losses, and
+    additive masks. In a module without ``forward``, tables that do not hold only whole numbers count too. All other
+    buffers may be state, counters or positions.
+    """
     if "parametrizations" in path.split(".") or hasattr(module, "weight_orig"):
         return True  # the vectors of spectral_norm are multiplied by the weight
     if isinstance(module, _WEIGHTED):
@@ -500,7 +542,10 @@ def _is_constant(path: str, module: nn.Module, buffer: Tensor) -> bool:
 
 
 def has_constants(model: nn.Module) -> bool:
-    """Whether a model has buffers that follow its parameters where operators are not autocast, see :func:`resolve`."""
+    """Whether a model has buffers that are stored in the format of its parameters where operators are not autocast.
+
+    :func:`resolve` says which buffers these are.
+    """
     return any(
         buffer.is_floating_point() and _is_constant(path, module, buffer)
         for path, module in model.named_modules()
@@ -524,11 +569,14 @@ _OPERATORS: Final[tuple[tuple[type[nn.Module], tuple[str, ...]], ...]] = (
     (nn.LSTMCell, ("lstm_cell",)),
     (nn.GRUCell, ("gru_cell",)),
 )
-"""Layers and the operators that take their weights."""
+"""Classes of layers, each with the names of the operators that take the layer's weights."""
 
 
 def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:
-    """For each kind of layer, whether a plan computes its operators low on a device."""
+    """Return for each class of layer whether a plan runs all of its operators in the plan's compute format on a device.
+
+    The result is empty if the plan does not autocast, or stores parameters in bf16 or fp16 anyway.
+    """
     if not plan.autocasts or plan.stores_low:
         return {}
     table = rules.base_table(plan.rules, device_type)
@@ -542,7 +590,10 @@ def _lower_layers(plan: Plan, device_type: str) -> dict[type[nn.Module], bool]:
 
 
 def _names_of(module: nn.Module, layers: Mapping[type[nn.Module], bool]) -> Iterable[str]:
-    """The parameters of a layer that can be stored low: none if a parametrization computes its weight."""
+    """Return the names of a layer's parameters that can be stored in bf16 or fp16 for inference.
+
+    There are none if a parametrization computes the layer's weight.
+    """
     for kind, lower in layers.items():
         if isinstance(module, kind):
             whole = not (hasattr(module, "parametrizations") or hasattr(module, "weight_orig"))

@@ -1,4 +1,4 @@
-"""Detect inputs of a model whose distinct values become equal when a plan rounds them."""
+"""Warn if a plan rounds a model's inputs so that distinct values become equal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SAMPLE = 1 << 14
 
 
 class RoundedInputs:
-    """Checks the inputs of a model's first calls before they are rounded, and warns once.
+    """Checks the inputs of a model's first three calls before they are rounded, and warns once if values become equal.
 
-    Values are compared if they are one number per example, or if the format cannot represent their whole numbers:
-    timesteps, positions, raw counts. Features that are close to each other are no reason to warn. These calls wait for
-    the device.
+    Only inputs that may be timesteps, positions or raw counts are compared. These are inputs with one number per
+    example, and numbers so large that the format cannot represent every integer of their size. Features that are
+    close to each other are no reason to warn. The checked calls wait for the device.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -61,7 +61,11 @@ class RoundedInputs:
 
 
 def _that_collapse(values: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
-    """Two distinct values that are equal in ``dtype``, if they matter."""
+    """Return two distinct values of a tensor that become equal in ``dtype``, or None if there are none that matter.
+
+    In a tensor of several dimensions, only numbers matter that are larger than the integers that ``dtype`` represents
+    exactly.
+    """
     flat = values.reshape(-1)[:_SAMPLE]
     flat = flat[flat.to(dtype).isfinite()]  # overflow is not checked here
     if values.dim() > 1 or values.numel() == 1:

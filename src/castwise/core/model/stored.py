@@ -1,4 +1,4 @@
-"""The storage formats of prepared models' parameters, and detection of later casts."""
+"""Record the dtypes in which prepared models store their parameters, and detect later casts such as ``model.half()``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from castwise.errors import StateError
 
 _stored: Any = WeakTensorKeyDictionary()
 _narrow: Any = WeakTensorKeyDictionary()
-"""Parameters that were stored in a wider dtype, and what they were cast to."""
+"""The dtype to which each parameter is cast at present, for parameters that their prepared model stores in a wider dtype."""
 
 
 def note_formats(model: nn.Module) -> None:
-    """Record the current storage formats of a model that was prepared."""
+    """Record the dtypes of a model's parameters as those in which the prepared model stores them."""
     for parameter in model.parameters():
         _stored[parameter] = parameter.dtype
     _casts.begin()
 
 
 def note_format(parameter: Tensor) -> None:
-    """Record the new storage format of a parameter of a prepared model."""
+    """Record the current dtype of a parameter as the one in which its prepared model stores it."""
     if parameter in _stored:
         _stored[parameter] = parameter.dtype
 
 
 def forget_formats(model: nn.Module) -> None:
-    """Forget the formats of a model that is no longer prepared."""
+    """Forget the recorded dtypes of a model that is no longer prepared."""
     for parameter in model.parameters():
         _stored.pop(parameter, None)
     if not len(_stored):
@@ -40,7 +40,11 @@ def forget_formats(model: nn.Module) -> None:
 
 
 def _follow_casts(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the implementation of ``model.half()`` and similar: warn if parameters return to their dtype without their low bits."""
+    """Wrap ``nn.Module._apply``, the implementation of ``model.half()`` and similar methods, with a check.
+
+    The wrapped method warns if it casts parameters of a prepared model back to their stored dtype after a cast to a
+    narrower dtype, because the low bits are lost.
+    """
     depth = 0
 
     def applied(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -82,17 +86,17 @@ def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def stored_format(parameter: Tensor) -> Any:
-    """The dtype in which a parameter was stored when its model was prepared; else its current dtype."""
+    """Return the dtype in which a parameter was stored when its model was prepared, or its current dtype if it was not."""
     return _stored.get(parameter, parameter.dtype)
 
 
 def is_cast(parameter: Tensor) -> bool:
-    """Whether a parameter was cast after its model was prepared, as by ``model.half()``."""
+    """Whether a parameter of a prepared model has another dtype than when it was prepared, as after ``model.half()``."""
     return stored_format(parameter) is not parameter.dtype
 
 
 def say_cast(name: str, parameter: Tensor) -> str:
-    """Describe the cast of a parameter for which :func:`is_cast` holds, and the remedy."""
+    """Return the text of an error that describes the cast of a parameter, for which :func:`is_cast` holds, and the remedy."""
     return (
         f"{name} was stored in {stored_format(parameter)} when the model was prepared and is {parameter.dtype} now, as after model.half(), "
         "model.double() or model.to(dtype). Leave casting to the plan: cast the model back, or prepare it again after changing "
@@ -101,7 +105,7 @@ def say_cast(name: str, parameter: Tensor) -> str:
 
 
 def refuse_cast(model: nn.Module) -> None:
-    """Before a training call of a model: raise if any of its trained parameters was cast.
+    """Raise if any trained parameter of a model was cast since the model was prepared.
 
     Raises:
         StateError: A trained parameter was cast.
@@ -112,10 +116,10 @@ def refuse_cast(model: nn.Module) -> None:
 
 
 def explain_cast(error: BaseException | None, model: nn.Module) -> None:
-    """Add to an operator's error that parameters were cast since the model was prepared, if so.
+    """Add to the message of an operator's error that parameters were cast since the model was prepared, if they were.
 
-    The hook that calls this cannot raise an error (torch silences it), so the message of the error being raised is
-    extended.
+    A forward hook calls this. torch silences errors that a hook raises after an exception, so the message of the
+    exception is extended instead.
     """
     if not isinstance(error, RuntimeError) or not error.args or not isinstance(error.args[0], str):
         return

@@ -1,8 +1,11 @@
-"""Support for each kind of parallelism, so that many processes run by one plan.
+"""Support the kinds of parallelism of PyTorch, so that many processes train under one plan.
 
-``wrappers``: detects DistributedDataParallel. ``fsdp``: FSDP2, and its shard groups. ``pipeline``: losses inside
-pipeline schedules. ``compression``: gradients sent in bf16 or fp16. ``rendezvous``: how processes meet, also restarted
-ones. ``whole``: a whole copy of a sharded model on every rank.
+- ``wrappers`` detects DistributedDataParallel and FSDP1.
+- ``fsdp`` makes the mixed-precision policies of FSDP2 from a plan.
+- ``pipeline`` scales the losses inside pipeline schedules.
+- ``compression`` sends gradients in bf16 or fp16.
+- ``rendezvous`` starts ``torch.distributed``, also in restarted processes.
+- ``whole`` makes a whole copy of a sharded model on every rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Gradients sent in bf16 or fp16, as communication hooks of DistributedDataParallel.
+"""Send gradients in bf16 or fp16, with communication hooks for DistributedDataParallel.
 
-torch's own ``bf16_compress_hook`` requires NCCL, and its ``fp16_compress_hook`` casts before it divides by the number
-of ranks, so that sums of scaled gradients overflow where their mean would not. These hooks divide first, in fp32, and
-work on every backend.
+torch's own ``bf16_compress_hook`` requires NCCL. Its ``fp16_compress_hook`` casts before it divides by the number of
+ranks, so sums of scaled gradients overflow where their mean would not. The hooks of this module divide first, in fp32,
+and work on every backend.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ def _compressed(group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Fu
 
 
 def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients in bf16: sends half the bytes of fp32, with 8 significant bits per gradient.
+    """Average a bucket of gradients over ranks in bf16, which sends half the bytes of fp32.
+
+    Each gradient keeps 8 significant bits.
 
     Args:
         group: Process group, the first argument of ``ddp.register_comm_hook(group, hook)``; None for all ranks.
         bucket: A bucket of DistributedDataParallel; its buffer ``[elements]`` keeps its dtype.
 
     Returns:
-        Future of the buffer, averaged over ranks.
+        A future of the buffer, averaged over ranks.
 
     Source:
-        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``, whose contract it keeps.
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``; this hook can be used like those.
     """
     return _compressed(group, bucket, torch.bfloat16)
 
 
 def compress_to_fp16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients in fp16, like :func:`compress_to_bf16`, with 11 significant bits per gradient.
+    """Average a bucket of gradients over ranks in fp16; the arguments are those of :func:`compress_to_bf16`.
 
-    Values that overflow fp16 become infinite on all ranks, and under a plan with a loss scale the step is
-    skipped and the scale shrinks; values below 6e-8 are lost.
+    Each gradient keeps 11 significant bits. Values that overflow fp16 become infinite on all ranks. Under a plan with a
+    loss scale, the step is then skipped and the scale shrinks. Values below 6e-8 are lost.
     """
     return _compressed(group, bucket, torch.float16)
 

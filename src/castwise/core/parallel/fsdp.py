@@ -1,8 +1,9 @@
-"""FSDP2: mixed-precision policies from a plan, and checks that the shard groups agree with the plan.
+"""Make FSDP2's mixed-precision policies from a plan, and check that a sharded model agrees with the plan.
 
-FSDP2 keeps each parameter as an fp32 shard and gathers it in ``param_dtype``: the shards are the masters of a plan that
-stores parameters low. All parameters of a group are gathered in one dtype, so a region that stores its parameters in
-another format needs a separate group.
+FSDP2 keeps each parameter as an fp32 shard and gathers it in ``param_dtype``. So if a plan stores parameters in bf16 or
+fp16 with fp32 masters, the shards are the masters. Each call of ``fully_shard`` makes one group of parameters, all of
+which are gathered in one dtype. A region that stores its parameters in another format therefore needs a group of its
+own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _policy(stored: torch.dtype | None) -> Any:
 
 
 def mp_policy(plan: Plan, module: nn.Module | None, model: nn.Module | None) -> Any:
-    """A ``MixedPrecisionPolicy`` for one shard group; see :meth:`castwise.Amp.mp_policy`."""
+    """Return the ``MixedPrecisionPolicy`` for one call of ``fully_shard``; see :meth:`castwise.Amp.mp_policy`."""
     if module is None:
         return _policy(plan.compute_dtype if plan.stores_low else None)
     if model is None:
@@ -55,7 +56,10 @@ def mp_policy(plan: Plan, module: nn.Module | None, model: nn.Module | None) -> 
 
 
 def _own_groups(resolution: Resolution, model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are stored in another format than those of enclosing modules, innermost first."""
+    """Return the modules whose parameters are stored in another format than those of the module around them.
+
+    Inner modules come before the modules that contain them.
+    """
     found = []
     for path, module in model.named_modules():
         if path and next(module.parameters(), None) is not None:
@@ -68,7 +72,7 @@ def _own_groups(resolution: Resolution, model: nn.Module) -> list[nn.Module]:
 def shard(
     resolution: Resolution, model: nn.Module, blocks: Iterable[nn.Module], options: dict[str, Any]
 ) -> None:
-    """Call ``fully_shard`` on the regions that need their own groups, on ``blocks``, and on the model."""
+    """Call ``fully_shard`` on ``blocks``, on the model, and on each region that stores parameters in a format of its own."""
     from torch.distributed.fsdp import fully_shard
 
     paths = {module: path for path, module in model.named_modules()}
@@ -82,7 +86,11 @@ def shard(
 def _sharded(
     resolution: Resolution, model: nn.Module
 ) -> Iterator[tuple[str, str, Tensor, Any, torch.dtype | None]]:
-    """Each parameter that FSDP2 manages: path of its group, name, itself, the group's policy, its format in the plan."""
+    """Yield a tuple for each parameter that FSDP2 manages.
+
+    The tuple holds the path of the module on which ``fully_shard`` was called, the parameter's name, the parameter, the
+    ``MixedPrecisionPolicy``, and the bf16 or fp16 dtype in which the plan stores the parameter (None for fp32).
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for path, _, parameter, policy in _torch.distributed.fsdp_groups(model):
         if parameter not in names:
@@ -96,7 +104,7 @@ def _sharded(
 
 
 def check_groups(resolution: Resolution, model: nn.Module) -> None:
-    """Check that FSDP2 gathers every parameter in the format in which the plan stores it.
+    """Raise if FSDP2 gathers a parameter in another format than that in which the plan stores it.
 
     Raises:
         StateError: FSDP2 gathers a parameter in another format; the error names the parameter, the group and the
@@ -115,7 +123,9 @@ def check_groups(resolution: Resolution, model: nn.Module) -> None:
 
 
 def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """Check that shards still have the dtype of the model's first run, which FSDP2 assumes.
+    """Raise if a plan stores a shard in another dtype than it had in the model's first forward.
+
+    FSDP2 assumes that this dtype does not change. ``dtypes`` holds the dtypes in which the plan stores the shards.
 
     Raises:
         StateError: The plan stores a shard in another dtype.
@@ -133,11 +143,12 @@ def check_shards(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None
 
 
 def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The new dtype of each shard.
+    """Return the dtype in which each FSDP2 shard is to be stored.
 
-    FSDP2 keeps shards in fp32, which serve as masters, and gathers them low; so they stay as they are, and those of
-    trained parameters that arrived low become fp32. Under a plan without masters the shards are low, and so is the
-    optimizer's state.
+    Under a plan that stores parameters in bf16 or fp16 with fp32 masters, FSDP2 gathers fp32 shards in bf16 or fp16,
+    and the shards serve as masters. So shards stay as they are, except that those of trained parameters that arrived in
+    bf16 or fp16 become fp32. Under a plan without masters, the shards themselves are stored in bf16 or fp16, and so is
+    the optimizer's state.
     """
     plan = resolution.plan
     found = {}
@@ -153,13 +164,17 @@ def shard_dtypes(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch
 
 
 class _Frozen:
-    """Parameters of a sharded model that may later train in other dtypes than FSDP2 and the plan expect."""
+    """Watches a sharded model for frozen parameters that are unfrozen later, and adapts FSDP2 and their dtype then.
+
+    FSDP2 records at the first forward in which dtypes it reduces gradients. Parameters that were frozen then would be
+    trained with wrong dtypes.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._units = _torch.distributed.fsdp_units(model)
         low = _torch.distributed.fsdp_groups(model) if plan.keeps_masters else ()
         self._low = [weakref.ref(shard) for _, _, shard, _ in low if shard.dtype in LOW_DTYPES]
-        """Shards that arrived low and stay so while they are frozen; trained ones are masters, in fp32."""
+        """The bf16 and fp16 shards, which are frozen so far. Once they are trained, they serve as masters, so in fp32."""
 
     def look(self) -> None:
         units = [unit for reference in self._units if (unit := reference()) is not None]
@@ -181,14 +196,20 @@ _frozen: weakref.WeakKeyDictionary[nn.Module, _Frozen] = weakref.WeakKeyDictiona
 
 
 def _look(model: nn.Module, *_: Any) -> None:
-    """Hook before ``forward``; it holds no references, so models still pickle and copy."""
+    """Look for unfrozen parameters before each ``forward``, as a hook.
+
+    The hook holds no references to the model, so models with it can still be pickled and copied.
+    """
     known = _frozen.get(model)
     if known is not None and not torch.compiler.is_compiling():
         known.look()
 
 
 def follow_unfreezing(model: nn.Module, plan: Plan, log: Callable[[Callable[[], None]], object]) -> None:
-    """Make frozen shards trainable when they are unfrozen after the first run; ``log`` gets the undo entry."""
+    """Install a hook that lets frozen parameters of a sharded model train if they are unfrozen after the first forward.
+
+    ``log`` is called with a function that removes the hook.
+    """
     if not _torch.distributed.fsdp_units(model):
         return
     alive = weakref.ref(model)

@@ -1,9 +1,9 @@
-"""Losses inside pipeline schedules.
+"""Scale the losses inside pipeline schedules.
 
-A schedule of ``torch.distributed.pipelining`` runs backward itself, microbatch by microbatch, from the result of
-its loss function. So the scale is applied there, in backward only: the schedule still reports the unscaled
-loss, and its backward starts from the scale. If the schedule would divide gradients by the number of
-microbatches at the end, that factor is applied there too: scaled fp16 gradients would overflow before.
+A schedule of ``torch.distributed.pipelining`` runs the backward pass itself, microbatch by microbatch, from the result
+of its loss function. So the loss function is wrapped so that the loss scale multiplies only the loss's gradient. The
+schedule still reports the unscaled loss. Some schedules divide the gradients by the number of microbatches at the end.
+This division is moved to the loss's gradient too, since the sum of scaled fp16 gradients would overflow before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from castwise.errors import StateError
 
 
 class _ScaledBackward(torch.autograd.Function):
-    """The loss unchanged; its gradient multiplied by a scale, in fp32."""
+    """Returns a loss unchanged in forward, and multiplies its gradient by the loss scale in backward.
+
+    A bf16 or fp16 loss is returned in fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, scale: Tensor) -> Tensor:
@@ -36,7 +39,7 @@ class _ScaledBackward(torch.autograd.Function):
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages that this rank runs.
+    """Return the stages of a pipeline schedule that this rank runs.
 
     Raises:
         StateError: The object is not a schedule of ``torch.distributed.pipelining``.
@@ -51,12 +54,13 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def adapt(schedule: Any, scale: Callable[[], Tensor | None], open_window: Callable[[], None]) -> None:
-    """Scale the losses of a schedule in backward, and open a step's window at its first forward.
+    """Make a pipeline schedule multiply the gradients of its losses by the loss scale.
 
     Args:
-        schedule: Made with a ``loss_fn``; a schedule without a ``loss_fn`` only runs forward.
-        scale: The scale as a 0-dim fp32 tensor; None if the plan has none.
-        open_window: Called before each forward of a stage on this rank, the first action of every rank.
+        schedule: The schedule. If it was made without a ``loss_fn``, it only runs forward.
+        scale: A function that returns the loss scale as a 0-dim fp32 tensor, or None if the plan has none.
+        open_window: A function to call before each forward of a stage on this rank. A forward is the first thing that
+            every rank does in a step, so the call marks the start of the step.
     """
 
     def wrap(loss_fn: Callable[..., Tensor]) -> Callable[..., Tensor]:

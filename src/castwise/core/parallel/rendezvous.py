@@ -1,8 +1,8 @@
-"""Rendezvous of processes, including those that torchrun has restarted.
+"""Start ``torch.distributed``, also in processes that torchrun has restarted.
 
-torchrun's agent keeps one store for all its restarts, with the keys of processes that have ended: torch's
-``init_process_group`` reads the addresses of ended processes from it, and fails or hangs. Here each start uses
-a separate part of the store.
+torchrun's agent keeps one store for all restarts, which still holds the keys of processes that have ended. So torch's
+``init_process_group`` reads the addresses of ended processes from the store, and fails or hangs. In this module each
+start uses a separate part of the store.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def init_process_group(
     """Start ``torch.distributed`` so that it also works in processes that torchrun has restarted.
 
     Use it in place of ``torch.distributed.init_process_group`` in a script under ``torchrun --max-restarts``, on one
-    machine or several: torch's function finds the addresses of ended processes in torchrun's store, and fails or hangs.
+    machine or several. torch's function finds the addresses of ended processes in torchrun's store, and fails or hangs.
     Without torchrun or another launcher, the process forms a group by itself, so that the same script also runs as
     ``python train.py``.
 
     Args:
-        backend: For example ``"gloo"`` or ``"nccl"``; None for torch's choice by device.
-        timeout: How long to wait for the other processes, here and in collectives; None for five minutes here and
-            torch's defaults in collectives.
-        device_id: As torch takes it: the GPU of this process.
-        pg_options: As torch takes it.
+        backend: For example ``"gloo"`` or ``"nccl"``. None leaves the choice to torch, which chooses by device.
+        timeout: How long to wait for the other processes, in this call and in collectives. None waits five minutes in
+            this call and torch's defaults in collectives.
+        device_id: The GPU of this process, as for torch's function.
+        pg_options: Options of the backend, as for torch's function.
 
     Raises:
         StateError: Other processes did not arrive in time.
@@ -58,7 +58,10 @@ def init_process_group(
 
 
 def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Rendezvous arguments for torch's ``init_process_group``; empty if torch's default works."""
+    """Return the arguments ``store``, ``rank`` and ``world_size`` for torch's ``init_process_group``.
+
+    The result is empty if torch's own rendezvous works.
+    """
     env = os.environ
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
@@ -72,11 +75,12 @@ def _meeting_place(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def _attempt(store: Any, rank: int, world: int) -> str:
-    """A name for this start, equal on all processes; it separates keys from those of earlier starts in the store.
+    """Agree on a name for this start with the other processes, and return it.
 
-    Rank 0 creates it. It cannot tell messages of live ranks from those of ended ones, so it answers all of them under
-    new names each time, until every rank has confirmed that it has read the answer. The number of the restart cannot be
-    used: each agent counts its own.
+    The name separates the keys of this start in the store from those of earlier starts. Rank 0 creates it, and each
+    other rank asks for it under a key of its own. Rank 0 cannot tell requests of live ranks from those of ended ones,
+    so it answers all of them until every rank has confirmed that it has read the answer. The number of the restart
+    cannot serve as the name, since each agent of torchrun counts its own restarts.
     """
     own = uuid.uuid4().hex
     if rank > 0:

@@ -1,4 +1,4 @@
-"""Models sharded as DTensors, by FSDP2 or tensor parallelism: their ranks, and a whole copy on every rank."""
+"""Work with models that FSDP2 or tensor parallelism has sharded: find their ranks, and copy them whole to every rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _USE = "looking"
 
 
 def is_cut(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on a model, or it holds a DTensor."""
+    """Whether a model is sharded: ``fully_shard`` was called on one of its modules, or it holds a DTensor."""
     return any(map(_torch.distributed.is_fsdp, model.modules())) or any(map(is_dtensor, _tensors(model)))
 
 
 def ranks_of(model: nn.Module) -> Ranks:
-    """The processes that hold a model together: those of its DistributedDataParallel or meshes; else only this one.
+    """Return the processes that hold a model together.
 
-    All of them call it; their messages use a separate gloo group.
+    These are the ranks of the DistributedDataParallel around the model, or of the device meshes of its DTensors. For
+    any other model, it is only this process. All of these processes must call the function. They communicate in a gloo
+    group of their own.
     """
     ddp = ddp_of(model)
     if ddp is not None:
@@ -36,7 +38,10 @@ def ranks_of(model: nn.Module) -> Ranks:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A DTensor's whole values, detached, on its mesh's device; any other tensor detached. Collective over its mesh."""
+    """Return the whole values of a DTensor, detached, on the device of its mesh.
+
+    All ranks of the mesh must call this. Any other tensor is returned detached.
+    """
     tensor = tensor.detach()
     if not is_dtensor(tensor):
         return tensor
@@ -45,13 +50,14 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def whole_copy(model: nn.Module, call: str) -> nn.Module:
-    """A copy of a sharded model for each rank: whole plain tensors, and modules as before sharding.
+    """Return a copy of a sharded model that is not sharded, on every rank.
 
-    Hooks, buffers, train modes and ``requires_grad`` are those of the model, which is not changed. Its ranks call it
-    together; each needs memory for all parameters, and twice the largest of them while they are gathered.
+    The copy holds whole plain tensors, and its modules have the classes they had before sharding. Hooks, buffers,
+    training modes and ``requires_grad`` are those of the model, which is not changed. All ranks of the model must call
+    this. Each needs memory for all parameters, and while they are gathered also for twice the largest parameter.
 
     Raises:
-        WorkloadError: There is not enough memory, or the model cannot be copied; on all ranks.
+        WorkloadError: A rank has not enough memory, or the model cannot be copied. All ranks raise it.
     """
     ranks, shards = ranks_of(model), _shards(model)
     room = ranks.each(lambda: _make_room([*dict.fromkeys(shards.values())], call))
@@ -68,13 +74,20 @@ def whole_copy(model: nn.Module, call: str) -> nn.Module:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; for parameters that FSDP2 has gathered, the shards that optimizers and masters hold."""
+    """Return the parameters and buffers of a model by name.
+
+    For parameters that FSDP2 has gathered, these are the shards, which optimizers and fp32 masters hold.
+    """
     shards = _torch.distributed.fsdp_shards(model)
     return {name: shards.get(t, t) for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _make_room(shards: list[Tensor], call: str) -> dict[Tensor, Tensor]:
-    """Allocate memory for the whole tensors, and test that gathering the largest fits too."""
+    """Allocate memory for the whole tensors of a sharded model, and check that there is enough to gather the largest.
+
+    Returns:
+        An uninitialised whole tensor for each sharded one.
+    """
     try:
         room = {s: torch.empty(s.shape, dtype=s.dtype, device=_mesh(s).device_type) for s in shards}
         largest = max(room.values(), key=lambda values: values.nbytes, default=None)
@@ -98,5 +111,5 @@ def _mesh(shard: Tensor) -> Any:
 
 
 def _shards(model: nn.Module) -> dict[Tensor, Tensor]:
-    """The DTensor behind each of the model's tensors."""
+    """Return the DTensor behind each sharded parameter and buffer of a model."""
     return {t: t for t in _tensors(model) if is_dtensor(t)} | _torch.distributed.fsdp_shards(model)

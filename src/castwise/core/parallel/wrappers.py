@@ -1,7 +1,7 @@
-"""Detect DistributedDataParallel and FSDP wrappers.
+"""Detect that DistributedDataParallel or FSDP1 wraps a model.
 
-DistributedDataParallel wraps a model after it was prepared, without a call to castwise. But a public hook of torch runs
-when a module becomes another's child, and it shows that a prepared model was wrapped. The same holds for FSDP1.
+A script may wrap a model after preparing it, without a call to castwise. A public hook of torch runs when a module
+becomes the child of another module, so it shows that a prepared model was wrapped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def _announce(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
 
 def refuse_fsdp1(call: str, module: nn.Module) -> None:
-    """Raise for FSDP1 around or inside a prepared model: its flat parameters and norms do not work with a plan.
+    """Raise the error for FSDP1 around or inside a prepared model.
+
+    A plan does not work with the flattened parameters of FSDP1, nor with gradient norms over its shards.
 
     Raises:
         StateError: Always.
@@ -47,7 +49,7 @@ def refuse_fsdp1(call: str, module: nn.Module) -> None:
 
 
 def on_join_end(listener: Callable[[DistributedDataParallel, int], None]) -> None:
-    """Call ``listener(ddp, rank)`` on all ranks whenever torch's ``Join`` has given them the weights of one rank."""
+    """Register ``listener(ddp, rank)``, to be called on all ranks when torch's ``Join`` has given them one rank's weights."""
     if not _join_listeners:
         _torch.distributed.on_join_end(lambda ddp, rank: [told(ddp, rank) for told in _join_listeners])
     if listener not in _join_listeners:
@@ -55,15 +57,18 @@ def on_join_end(listener: Callable[[DistributedDataParallel, int], None]) -> Non
 
 
 def on_fsdp1(listener: Callable[[nn.Module], None]) -> None:
-    """Call ``listener(module)`` whenever FSDP1 wraps a module; listeners also get :func:`on_ddp`."""
+    """Register ``listener(module)``, to be called whenever FSDP1 wraps a module.
+
+    Nothing is called before :func:`on_ddp` has been called once, because that installs the hook of torch.
+    """
     if listener not in _fsdp1_listeners:
         _fsdp1_listeners.append(listener)
 
 
 def on_ddp(listener: Callable[[DistributedDataParallel, nn.Module], None]) -> None:
-    """Call ``listener(ddp, module)`` whenever DistributedDataParallel wraps a module, before it broadcasts weights.
+    """Register ``listener(ddp, module)``, to be called whenever DistributedDataParallel wraps a module.
 
-    Its process group exists by then.
+    The call comes before DistributedDataParallel broadcasts weights, and after its process group exists.
     """
     if not _listeners:
         register_module_module_registration_hook(_announce)
@@ -72,7 +77,7 @@ def on_ddp(listener: Callable[[DistributedDataParallel, nn.Module], None]) -> No
 
 
 def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose gradients a DistributedDataParallel averages.
+    """Return the parameters of a module whose gradients a DistributedDataParallel averages.
 
     Raises:
         StateError: A parameter is sharded by tensor parallelism, which DistributedDataParallel does not support.
@@ -89,7 +94,7 @@ def averaged_params(ddp: DistributedDataParallel, module: nn.Module) -> list[nn.
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """A model and the modules inside its wrappers."""
+    """Yield a model and, from the outside in, the modules that it wraps as DistributedDataParallel and similar do."""
     while True:
         yield model
         inner = _torch.calls.without_compiler(model)
@@ -101,12 +106,15 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
+    """Return the module inside DistributedDataParallel, DataParallel and ``torch.compile``, however they are nested."""
     return [*_layers(model)][-1]
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel around or below a model, also inside ``torch.compile``; the innermost of several."""
+    """Return the DistributedDataParallel that a model is or wraps, also inside ``torch.compile``, or None.
+
+    If several are nested, the innermost is returned.
+    """
     found = None
     for layer in _layers(model):
         found = layer if isinstance(layer, DistributedDataParallel) else found
@@ -114,13 +122,16 @@ def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def inside_ddp(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel; other modules are returned unchanged."""
+    """Return the module inside DistributedDataParallel, or the module itself if it is not wrapped."""
     ddp = ddp_of(model)
     return model if ddp is None else ddp.get_submodule("module")
 
 
 def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that already wraps a module. Searches all objects, so it takes some time."""
+    """Return the DistributedDataParallel that already wraps a module, or None.
+
+    This searches all objects of the process, so it takes some time.
+    """
     if not dist.is_available() or not dist.is_initialized():
         return None
     for thing in gc.get_objects():

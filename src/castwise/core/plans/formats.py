@@ -1,7 +1,7 @@
-"""Numeric formats as frozen data.
+"""Define the numeric formats (fp64, fp32, tf32, bf16, fp16 and fp8) as frozen data.
 
-Numbers are exact: every bound below is a binary fraction that a Python float holds without rounding, and the
-tests compare each with ``torch.finfo`` and with an enumeration of the format's bit patterns.
+The numbers are exact: each is a binary fraction that a Python float holds without rounding. The tests compare each with
+``torch.finfo`` and with an enumeration of the format's bit patterns.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Format:
 
     Attributes:
         name: castwise's name, such as ``"bf16"``.
-        bits: Width of one stored value. For tf32, which exists only inside a matrix unit and is stored as fp32, the 19
-            bits that the unit reads.
-        exponent_bits: Width of the exponent field.
-        mantissa_bits: Width of the fraction field, the implicit leading one not counted.
+        bits: Number of bits of one stored value. tf32 exists only inside a matrix unit and is stored as fp32, so for
+            tf32 this is 19, the number of bits that the unit reads.
+        exponent_bits: Number of bits of the exponent.
+        mantissa_bits: Number of bits of the fraction, without the implicit leading one.
         max: Largest finite value.
         smallest_normal: Smallest positive value with full precision.
         smallest_subnormal: Smallest positive value at all. Devices that flush subnormals to zero (some do for
@@ -62,7 +62,7 @@ class Format:
 
 
 def _ieee(name: str, exponent_bits: int, mantissa_bits: int, torch_name: str) -> Format:
-    """A format whose top exponent is reserved for infinities and NaNs, as in IEEE 754."""
+    """Create a format whose largest exponent is reserved for infinities and NaNs, as in IEEE 754."""
     bias = 2 ** (exponent_bits - 1) - 1
     return Format(
         name=name,
@@ -85,13 +85,13 @@ FORMATS: Final[Mapping[str, Format]] = MappingProxyType({
         _ieee("tf32", 8, 10, "float32"),
         _ieee("bf16", 8, 7, "bfloat16"),
         _ieee("fp16", 5, 10, "float16"),
-        # e4m3fn has no infinities: the top exponent holds numbers too, and only its last mantissa is NaN,
-        # so the largest value is 1.75 * 2**8 and not 1.875 * 2**7.
+        # e4m3fn has no infinities: the largest exponent holds numbers too, and only its last mantissa is NaN.
+        # So the largest value is 1.75 * 2**8 and not 1.875 * 2**7.
         Format("fp8_e4m3", 8, 4, 3, 448.0, 2.0**-6, 2.0**-9, 2.0**-3, "float8_e4m3fn"),
         _ieee("fp8_e5m2", 5, 2, "float8_e5m2"),
     )
 })
-"""Every format by name."""
+"""Every format, by name."""
 
 LOW: Final = ("bf16", "fp16")
 """The formats other than fp32 in which a model can compute and store its parameters."""

@@ -1,4 +1,4 @@
-"""A plan as one line of text, and back: pure functions on plain values.
+"""Write a plan as one line of text, and read it back, with pure functions on plain values.
 
 The line is the name of a preset and then any number of ``+field=value``, in this grammar::
 
@@ -23,21 +23,24 @@ from castwise.core.plans.text import close_matches, shown
 from castwise.errors import PlanError, UnknownNameError
 
 Values = Mapping[str, Any]
-"""A plan's fields as in JSON: regions and the loss scale as mappings, ops as pairs."""
+"""The fields of a plan as in JSON: regions and the loss scale are mappings, and ops are pairs."""
 
 _PATTERN_SAFE: Final = ".*?[]!:/-_"
 _BAD_ESCAPE: Final = re.compile("%(?![0-9A-Fa-f]{2})")
 _NUMBER: Final = re.compile("-?[0-9.]+(e-?[0-9]+)?", re.IGNORECASE)
-"""Python accepts more as numbers: 1_0, and the digits of other scripts."""
+"""The numbers that a line may have. Python itself accepts more, such as 1_0 and the digits of other scripts."""
 _WORDS: Final = {"none": None, "true": True, "false": False}
 
 
 def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) -> str:
-    """Write a plan as its closest preset and the differences.
+    """Write a plan as one line: the name of the preset that gives the shortest line, and the differences from it.
 
-    The arguments are fields, without provenance: the plan's, those of every preset, one of which must have no regions,
-    and those of a default loss scale. A plan that equals a preset is written as that preset's name; of several equal
-    presets, the first.
+    A plan that equals a preset is written as that preset's name. If it equals several, the first of them is taken.
+
+    Args:
+        plan: The fields of the plan, without provenance.
+        presets: The fields of every preset, without provenance. At least one preset must have no regions.
+        loss_scale: The fields of a default loss scale.
     """
     lines = [
         [name, *_items(plan, base, loss_scale)]
@@ -49,10 +52,15 @@ def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) 
 
 
 def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
-    """Read the differences in a line from its preset, whose fields are ``base``; ``loss_scale`` has the default fields.
+    """Read the line of a plan.
+
+    Args:
+        text: The line.
+        base: The fields of the preset with which the line begins.
+        loss_scale: The fields of a default loss scale.
 
     Returns:
-        All fields of the plan; only the form of values is checked.
+        All fields of the plan. Whether their values are allowed is not checked.
 
     Raises:
         UnknownNameError: No such field.
@@ -117,7 +125,7 @@ def _read_region(text: str, item: str, pattern: str, value: str) -> dict[str, st
 
 
 def _items(plan: Values, base: Values, loss_scale: Values) -> list[str]:
-    """The items to write after the name of ``base`` to get ``plan``."""
+    """Return the items, such as ``ops.exp=fp32``, that a line of ``plan`` has after the name of the preset ``base``."""
     items: list[str] = []
     for name, value in plan.items():
         if value == base[name]:
@@ -152,7 +160,10 @@ def _number(value: float | None) -> str:
 
 
 def _read_number(value: str) -> Any:
-    """Read a number, a truth value or none; anything else is returned for LossScale to reject."""
+    """Return the number, True, False or None that a text stands for.
+
+    Any other text is returned unchanged, and LossScale rejects it later.
+    """
     if value in _WORDS:
         return _WORDS[value]
     for kind in (int, float) if _NUMBER.fullmatch(value) else ():

@@ -1,4 +1,4 @@
-"""The parts of a plan: its regions, its loss scale, and its provenance."""
+"""Define the parts of a plan: its regions, its loss scale, and its provenance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REGION_FORMATS: Final = ("fp64", "fp32", "bf16", "fp16")
 _LONGEST_PATTERN: Final = 1_000
 _UNWRITTEN: Final = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MOST_STEPS: Final = 2**63 - 1
-"""The largest step count that a device can hold."""
+"""The largest number of steps that a tensor on a device can count."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Region:
     Attributes:
         pattern: Glob over module paths (``encoder.layers.*.norm``), or ``type:`` and a glob over the names of
             a module's class and its bases (``type:BatchNorm*``).
-        compute: Compute format of the region, whatever surrounds it: fp64, fp32, bf16, fp16 (a dtype is accepted
-            too), or None for the plan's.
-        params: Storage format of its parameters, from the same choice, or None for the plan's.
+        compute: The format in which the region computes: fp64, fp32, bf16 or fp16 (a dtype is accepted too), or None
+            for the plan's. It does not depend on what surrounds the region.
+        params: The format in which the region's parameters are stored, from the same choice, or None for the plan's.
 
     Raises:
-        PlanError: The pattern is empty, has more than 1,000 characters or unprintable ones, a format is not allowed for
-            a region, or neither format is given.
+        PlanError: The pattern is empty, has more than 1,000 characters, or has unprintable ones. Or a format is not
+            allowed for a region, or neither format is given.
     """
 
     pattern: str
@@ -78,7 +78,7 @@ class Region:
 
     @property
     def glob(self) -> str:
-        """The pattern without its ``type:``."""
+        """The pattern without the prefix ``type:``."""
         return self.pattern.removeprefix("type:")
 
 
@@ -90,15 +90,15 @@ class LossScale:
     after which every step is skipped; castwise can raise an error at the floor instead.
 
     Attributes:
-        init: First scale.
-        growth: Factor on the scale after ``interval`` steps with finite gradients, > 1.
-        backoff: Factor on the scale after a step with non-finite gradients, between 0 and 1.
-        interval: Steps with finite gradients before the scale grows.
-        hysteresis: Steps with non-finite gradients before the scale shrinks; 1 shrinks at once.
-        floor: Smallest scale, or None. With the default of 2**-14, only gradients above 1e9 (65504 * 2**14) overflow at
-            the floor, and no scale can prevent that.
-        ceiling: Largest scale, or None.
-        dynamic: False keeps the scale at ``init``.
+        init: The first scale.
+        growth: The factor by which the scale grows after ``interval`` steps with finite gradients, > 1.
+        backoff: The factor by which the scale shrinks after steps with non-finite gradients, between 0 and 1.
+        interval: The number of steps with finite gradients before the scale grows.
+        hysteresis: The number of steps with non-finite gradients before the scale shrinks; 1 shrinks at once.
+        floor: The smallest scale, or None. With the default of 2**-14, only gradients above 1e9 (65504 * 2**14)
+            overflow at the floor, and no scale can prevent that.
+        ceiling: The largest scale, or None.
+        dynamic: Whether the scale changes; False keeps it at ``init``.
 
     Raises:
         PlanError: A number is out of its range.
@@ -121,7 +121,7 @@ class LossScale:
             number = _finite(value)
             if number is None or number <= 0:
                 raise self._error(name)
-            # So that 2**16 and 65536.0 give equal plans with one digest.
+            # stored as a float, so that 2**16 and 65536.0 give equal plans with one digest
             object.__setattr__(self, name, number)
         for name in ("interval", "hysteresis"):
             value = getattr(self, name)
@@ -187,7 +187,7 @@ class FrozenMapping(Mapping[str, Any]):
 
 
 def to_json(value: Any) -> Any:
-    """Turn a field of a plan into plain JSON values: mappings as dicts, tuples as lists."""
+    """Convert a field of a plan to values that ``json`` can write: mappings to dicts, and tuples to lists."""
     if isinstance(value, (Region, LossScale)):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -196,7 +196,12 @@ def to_json(value: Any) -> Any:
 
 
 def from_mapping(cls: Any, values: object, what: str) -> Any:
-    """Make a dataclass (Plan, Region, LossScale) from a mapping, which errors call ``what``.
+    """Create a Plan, Region or LossScale from a mapping of its fields.
+
+    Args:
+        cls: The class to create.
+        values: The mapping.
+        what: How error messages call the mapping.
 
     Raises:
         UnknownNameError: A key is not a field.
@@ -222,8 +227,10 @@ def from_mapping(cls: Any, values: object, what: str) -> Any:
 def one_of(call: str, value: object, allowed: tuple[str, ...]) -> str:
     """Return ``value`` if it is one of the allowed names.
 
+    ``call`` names the field in the error, which has the same form for all fields with a fixed choice of values.
+
     Raises:
-        PlanError: The value is not an allowed name. Every field with a fixed choice of values has this message.
+        PlanError: The value is not an allowed name.
     """
     if not isinstance(value, str) or value not in allowed:
         raise PlanError(
@@ -233,13 +240,13 @@ def one_of(call: str, value: object, allowed: tuple[str, ...]) -> str:
 
 
 def format_name(call: str, value: object, allowed: tuple[str, ...]) -> str:
-    """Return the name of a format given by name or by dtype, if it is one of the allowed ones.
+    """Return the name of a format that is given by name or by dtype, if this format is allowed.
 
     Raises:
         PlanError: The format is not an allowed one.
     """
     if isinstance(value, (torch.dtype, Format, str)) and value not in allowed:
-        # the error of one_of is better: it names the field and its allowed formats
+        # an unknown format is left to one_of, whose error names the field and its allowed formats
         with suppress(UnknownNameError):
             value = get_format(value).name
     return one_of(call, value, allowed)

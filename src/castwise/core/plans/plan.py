@@ -1,7 +1,7 @@
-"""Plan: the whole precision decision of a training run as one frozen value.
+"""Define the plan, which holds every decision about the precision of a training run in one frozen value.
 
-A plan is plain data. It is hashable, prints as one line that :meth:`Plan.parse` reads back, round-trips
-through JSON and has a digest that is the same in every process. Other modules apply it.
+A plan is plain data. It is hashable, prints as one line that :meth:`Plan.parse` reads back, round-trips through JSON,
+and has a digest that is the same in every process. Other modules apply it to a model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from castwise.errors import PlanError, UnknownNameError
 __all__ = ["PRESETS", "LossScale", "Plan", "Region", "as_plan"]
 
 _LONGEST: Final = 1 << 24
-"""Largest file that is read, in bytes: far more than any plan has, far less than memory."""
+"""The size in bytes of the largest file that is read: far more than any plan has, far less than memory."""
 _FP32_MODES: Final = ("as_is", "ieee", "tf32", "bf16")
 _COMPILE_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of torch.compile, by torch's names."""
@@ -50,34 +50,36 @@ def _choice(default: str, *allowed: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The whole precision decision of a training run.
+    """Every decision about the precision of a training run, as one immutable value.
 
     Two plans with the same decisions are equal and have the same hash and digest, whoever measured them: ``provenance``
     is not compared and not printed.
 
     Attributes:
-        compute: Format in which ``lower`` operators run: fp32, bf16 or fp16 (a dtype is accepted too).
-        params: Storage format of the model's parameters: ``fp32``, or ``compute`` for the compute format. If operators
-            are not cast, ``compute`` also casts the model's floating inputs.
-        master: ``fp32``: the optimizer works on fp32 copies of the parameters that are stored low. ``none``: it updates
-            them directly.
-        regions: Parts with their own formats; the last that matches a module wins. A list, or a mapping from pattern to
-            compute format or to Region's fields, is accepted too.
-        rules: Base table of operator rules, one of `castwise.core.plans.rules.BASES`; ``none`` casts no operator.
+        compute: The format in which matrix products, convolutions and other operators with the rule ``lower`` run:
+            fp32, bf16 or fp16 (a dtype is accepted too).
+        params: The format in which the model's parameters are stored: ``fp32``, or ``compute`` for the compute format.
+            If operators are not cast, ``compute`` also casts the model's floating inputs.
+        master: What the optimizer updates if parameters are stored in bf16 or fp16. ``fp32`` updates fp32 copies of
+            them, and ``none`` updates the parameters directly.
+        regions: Parts of the model with formats of their own. If several match a module, the last one wins. A list, or
+            a mapping from pattern to compute format or to Region's fields, is accepted too.
+        rules: The base table of operator rules, one of `castwise.core.plans.rules.BASES`; ``none`` casts no operator.
         ops: Pairs of operator and rule that override the base table, sorted. A list or a mapping is accepted too.
             Whether the operators exist is checked when the plan is applied, because libraries of custom operators may
             be imported after the plan is made.
-        fp32_matmul: Format that fp32 matrix products may use internally: ``as_is`` (the process's setting), ``ieee``,
-            ``tf32``, ``bf16``.
-        fp32_conv: The same for convolutions.
-        memory_format: ``as_is`` or ``channels_last``.
-        optimizer: ``as_given`` or ``fused``.
-        compile: ``as_given``, or a mode of ``torch.compile`` to compile a prepared model in: ``default``,
-            ``reduce-overhead``, ``max-autotune``, ``max-autotune-no-cudagraphs``.
-        host_memory: ``as_given``, or ``keep``: while the plan is live, the process reuses the freed memory of host
-            tensors instead of returning it to the system; glibc only.
-        output: Format of a prepared model's floating outputs: ``fp32`` or ``as_is``.
-        loss_scale: How the loss is scaled, or None. Any compute format may have one; a mapping is accepted too.
+        fp32_matmul: The format that fp32 matrix products may use internally: ``as_is`` (the process's setting),
+            ``ieee``, ``tf32`` or ``bf16``.
+        fp32_conv: The format that fp32 convolutions may use internally, from the same choice.
+        memory_format: The memory format of 4-d parameters: ``as_is`` or ``channels_last``.
+        optimizer: ``as_given``, or ``fused`` to switch the optimizer to torch's fused kernel.
+        compile: ``as_given``, or the mode of ``torch.compile`` in which a prepared model is compiled: ``default``,
+            ``reduce-overhead``, ``max-autotune`` or ``max-autotune-no-cudagraphs``.
+        host_memory: ``as_given``, or ``keep``. With ``keep``, while the plan is live, the process reuses the freed
+            memory of host tensors instead of returning it to the system. This works with glibc only.
+        output: The format of a prepared model's floating outputs: ``fp32`` or ``as_is``.
+        loss_scale: How the loss is scaled, or None. Any compute format may have a loss scale. A mapping is accepted
+            too.
         provenance: Who measured the plan, on which hardware, with which result: any mapping of JSON values.
 
     Raises:
@@ -131,7 +133,7 @@ class Plan:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raise for fields that contradict each other, where one would silently have no effect."""
+        """Raise if fields contradict each other, so that one of them would silently have no effect."""
         low_regions = [region for region in self.regions if region.params in LOW]
         if self.master == "none" and not (self.stores_low or low_regions):
             raise PlanError(
@@ -184,11 +186,11 @@ class Plan:
 
     @property
     def formats(self) -> frozenset[str]:
-        """Names of all compute formats: the plan's and its regions'."""
+        """The names of the formats in which the plan and its regions compute."""
         return frozenset({self.compute, *(region.compute for region in self.regions if region.compute)})
 
     def summary(self) -> str:
-        """The plan in one sentence, for reports and messages."""
+        """Describe the plan in one sentence, for reports and messages."""
         parts = [f"computes in {self.compute}"]
         if self.autocasts:
             whose = {"native": "torch.autocast's", "cuda": "CUDA's", "apex": "Apex O1's", "none": "no"}[
@@ -225,7 +227,7 @@ class Plan:
 
     @classmethod
     def preset(cls, name: str) -> Plan:
-        """The preset of this name; `PRESETS` has all.
+        """Return the preset of this name; `PRESETS` has all of them.
 
         Raises:
             UnknownNameError: No such preset.
@@ -250,7 +252,7 @@ class Plan:
             text: A preset name and any number of ``+field=value``, such as ``bf16-mixed+ops.exp=fp32``,
                 ``fp16-mixed+loss_scale.interval=1000``, ``bf16-mixed+regions.encoder.*.norm=fp32`` or
                 ``bf16-true+regions.type:BatchNorm*=params:fp32``; `castwise.core.plans.line` has the grammar.
-                ``bf16`` and ``fp16`` in place of the preset mean autocasting to them.
+                ``bf16`` and ``fp16`` in place of the preset stand for ``bf16-mixed`` and ``fp16-mixed``.
 
         Returns:
             The plan, without provenance.
@@ -273,13 +275,11 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hex, of the plan's canonical JSON without provenance: the same in every process."""
+        """The SHA-256, in hex, of the plan's JSON without provenance, which is the same in every process."""
         decided = _values(self)
         for f in dataclasses.fields(self):
             if f.metadata.get("later") and decided[f.name] == f.default:
-                del decided[
-                    f.name
-                ]  # records of plans from before the field existed still name them by this digest
+                del decided[f.name]  # so that a plan keeps the digest that it had before this field existed
         canonical = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -376,7 +376,7 @@ def _read(path: str | os.PathLike[str]) -> str:
 
 
 def _values(plan: Plan) -> dict[str, Any]:
-    """The decisions of a plan as JSON values: every field except provenance."""
+    """Return the fields of a plan as JSON values, without provenance."""
     return {f.name: to_json(getattr(plan, f.name)) for f in dataclasses.fields(plan) if f.compare}
 
 
@@ -443,14 +443,14 @@ def _presets() -> Iterator[tuple[str, Plan]]:
 
 
 PRESETS: Final[Mapping[str, Plan]] = MappingProxyType(dict(_presets()))
-"""Every preset by name. ``O0`` is ``fp32`` and ``O3`` is ``fp16-true`` under Apex's names."""
+"""Every preset, by name. ``O0`` equals ``fp32`` and ``O3`` equals ``fp16-true``; these are Apex's names for them."""
 
 
 _AUTOCASTING_TO: Final = {torch.float32: "fp32", torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
 
 
 def with_rule(plan: Plan, op: str, rule: str) -> Plan:
-    """A plan with a rule for an operator, which replaces its former one.
+    """Return a copy of a plan with a rule for an operator, in place of any rule that the plan has for it.
 
     Raises:
         PlanError: The rule could never work.

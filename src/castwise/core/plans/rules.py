@@ -1,9 +1,9 @@
-"""Rules for operators' inputs: base tables with a reason per row, and overrides of them.
+"""Look up the rules that say how the inputs of an operator are cast: base tables, and a plan's overrides of them.
 
-Operators carry ATen's base names without the overload (``exp``, ``layer_norm``), an in-place name with its underscore
-(``exp_``), or ``namespace::name`` for custom operators. A rule holds for every overload. An operator without a row is
-not changed: its inputs are not cast, and if it calls other operators (``einsum`` calls ``bmm``), those follow their own
-rows.
+An operator has ATen's base name without the overload (``exp``, ``layer_norm``), and an in-place operator has the name
+with its underscore (``exp_``). Custom operators are named ``namespace::name``. A rule holds for every overload. An
+operator without a row in the table is not changed: its inputs are not cast. If it calls other operators (``einsum``
+calls ``bmm``), those follow their own rows.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Row:
     Attributes:
         op: ATen base name, in-place name or ``namespace::name``.
         rule: One of `RULES`.
-        reason: Why, in a clause.
-        only_low: ``banned`` raises only if a floating input is bf16 or fp16, as Apex does, and ``lower`` casts
-            only then; otherwise always. ``widest`` casts only if the first input is not low: norms accept a low
-            input with wide weights.
-        opaque: The rule also holds inside an operator that calls others, as in torch.autocast. False
-            only in `overrides`, for an operator that the device's native list casts and CUDA's table does not
-            list: it is not cast itself, and the operators that it calls are looked up one by one, as on CUDA.
-        message: Error message of a ban, instead of castwise's; for rules that another library made.
+        reason: Why the operator has this rule, in a clause.
+        only_low: Whether the rule holds only for some inputs. ``banned`` then raises only if a floating input is bf16
+            or fp16, as Apex does, and ``lower`` casts only in this case. ``widest`` then casts only if the first input
+            is neither, since norms accept a bf16 or fp16 input with fp32 weights.
+        opaque: Whether the rule also covers the operators that this operator calls, as in torch.autocast. False only in
+            `overrides`, for an operator that the device's native list casts and CUDA's table does not list. Such an
+            operator is not cast itself, and the operators that it calls are looked up one by one, as on CUDA.
+        message: The error message of a ban in place of castwise's, for rules that another library made.
     """
 
     op: str
@@ -88,14 +88,14 @@ class Row:
 
 @cache
 def base_table(base: str, device_type: str) -> Mapping[str, Row]:
-    """The rows of one base table for the operators of the installed torch.
+    """Return the rows of one base table for the operators of the installed torch.
 
     Args:
         base: One of `BASES`.
         device_type: One of `DEVICE_TYPES`; ``native`` depends on it.
 
     Returns:
-        Operator name to row. Operators without a row are not changed.
+        The row of each operator, by the operator's name. Operators without a row are not changed.
 
     Raises:
         UnknownNameError: No such base or device type.
@@ -126,7 +126,7 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def describe(base: str, device_type: str) -> tuple[Row, ...]:
-    """The rows of :func:`base_table` in reading order: by rule, then by name.
+    """Return the rows of :func:`base_table`, sorted by rule and then by the operator's name.
 
     Raises:
         UnknownNameError: No such base or device type.
@@ -136,12 +136,14 @@ def describe(base: str, device_type: str) -> tuple[Row, ...]:
 
 
 def check_rule(op: str, rule: str) -> None:
-    """Raise for an override that can never work, without looking up the operator.
+    """Raise if a plan's rule for an operator can never work.
+
+    Whether the operator exists is not checked.
 
     Raises:
         UnknownNameError: No such rule.
-        PlanError: No operator can have the name, the rule would cast for an in-place operator, or ``unfused`` does not
-            support the operator.
+        PlanError: No operator can have the name, the rule would cast inputs of an in-place operator, or the rule is
+            ``unfused`` and the operator does not support it.
     """
     call = f"ops=({op!r}, {rule!r})"
     _check_name(call, "rule", rule, RULES)
@@ -163,7 +165,10 @@ def check_rule(op: str, rule: str) -> None:
 
 
 def advice(op: str) -> str:
-    """Allowed alternatives to a banned operator, as text; :func:`check_rule` accepts all of them."""
+    """Return text that says what to do instead of calling a banned operator.
+
+    :func:`check_rule` accepts all rules that the text suggests.
+    """
     if _is_in_place(op):
         return (
             f"Call {op[:-1]!r} instead, which leaves its input unchanged, or give the plan "
@@ -173,7 +178,7 @@ def advice(op: str) -> str:
 
 
 def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
-    """The overloads that a rule for an operator applies to.
+    """Return the overloads to which a rule for an operator applies.
 
     Returns:
         For a plain name, every overload on tensors that writes to none of its arguments; for an in-place name,
@@ -189,7 +194,7 @@ def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
 
 
 def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Mapping[str, Row]:
-    """The rows in which a plan differs from torch.autocast on a device.
+    """Return the rows in which a plan's operator rules differ from torch.autocast on a device.
 
     Args:
         base: One of `BASES`.
@@ -197,13 +202,13 @@ def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Ma
         device_type: One of `DEVICE_TYPES`.
 
     Returns:
-        Operator name to row, empty if native autocast already applies all rules. Also empty for ``none`` without
-        ``ops``, for which the caller does not enable autocast; with ``ops``, ``none`` disables every row of the native
-        table.
+        The row of each operator, by the operator's name. Empty if torch.autocast already applies all rules. Also empty
+        for ``none`` without ``ops``, for which the caller does not enable autocast. With ``ops``, ``none`` disables
+        every row of the native table.
 
     Raises:
         UnknownNameError: No such base, device type, rule or operator.
-        PlanError: An override could never work, see `check_rule`.
+        PlanError: A rule in ``ops`` could never work, see `check_rule`.
     """
     return _overrides(base, tuple((op, rule) for op, rule in ops), device_type)
 
@@ -234,9 +239,10 @@ _MEETS: Final = "its kernel refuses a mix of fp32 and low tensors"
 
 @cache
 def meetings(device_type: str) -> Mapping[str, Row]:
-    """Rows that cast all inputs low for operators that refuse wide inputs with low ones, and cast no other operator.
+    """Return the rows under which operators get no mix of fp32 with bf16 or fp16 inputs that they would refuse.
 
-    Factorisations and solvers, whose low kernels are missing or wrong, run in fp32 and return fp32.
+    Such operators get all inputs in the compute format. Factorisations and solvers, whose bf16 and fp16 kernels are
+    missing or wrong, run in fp32 and return fp32. No other operator is cast.
     """
     native = base_table("native", device_type)
     table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
@@ -249,10 +255,11 @@ def meetings(device_type: str) -> Mapping[str, Row]:
 
 @cache
 def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
-    """Additional rows, for parameters stored low, for operators that the base table does not list.
+    """Return the rows that a plan needs in addition to its base table if it stores parameters in bf16 or fp16.
 
-    Tables assume fp32 weights. Some operators refuse low weights with wide inputs: they get both in the
-    wider format, as if the weights were stored in it. Others have no low kernels or wrong ones. Nothing else is cast.
+    Base tables assume fp32 weights. Some operators that they do not list refuse bf16 or fp16 weights with fp32 inputs.
+    These operators get both in the wider format, as if the weights were stored in it. Others have no bf16 and fp16
+    kernels, or wrong ones, and run in fp32. No other operator is cast.
     """
     table = base_table(base, device_type)
     rows = _rows(tables.STORED_LOW)
@@ -261,14 +268,15 @@ def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:
-    """The rows of operators that exist in the installed torch."""
+    """Return the rows of a table whose operators exist in the installed torch."""
     return MappingProxyType({op: row for op, row in table.items() if _packet(op) is not None})
 
 
 def _differs(row: Row, native: Row | None) -> bool:
     if native is not None:
         return (row.rule, row.only_low) != (native.rule, native.only_low)
-    # Without a native row an operator gets no cast anyway, but those that it calls may. Tables list only those.
+    # Without a native row an operator is not cast anyway. An as_is row then matters only if it calls operators that are
+    # cast. The tables list such rows only, so just a rule of the plan is checked here.
     listed = row.rule != "as_is" or row.reason != _CHOSEN
     return listed or any(
         _torch.dispatcher.is_dispatched(op) and _torch.operators.is_composite(op)
@@ -291,7 +299,7 @@ def _split(op: str) -> tuple[str, str]:
 
 
 def _packet(op: str) -> Any:
-    """The overloads of an operator; None if the installed torch does not have it."""
+    """Return torch's object with all overloads of an operator, or None if the installed torch does not have it."""
     namespace, base = _split(op)
     return getattr(getattr(torch.ops, namespace), base, None)
 
@@ -319,7 +327,7 @@ _aten_overloads = cache(_overloads)
 
 
 def _unknown(name: str) -> str:
-    """Suggest what to do about an operator that the installed torch does not have."""
+    """Return the error message for an operator that the installed torch does not have, with a suggestion."""
     namespace, base = _split(name)
     start = f"operator {name!r}: not registered in torch {torch.__version__}"
     if namespace == "aten" and base in tables.FUNCTIONS:

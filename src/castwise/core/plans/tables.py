@@ -1,4 +1,4 @@
-"""The operator precision tables as data: those of torch.autocast per device, and of Apex's O1.
+"""List the rules of operators as data: those of torch.autocast for each device, and those of Apex's O1.
 
 Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp in PyTorch 2.11 to 2.13; apex/amp/lists at
 NVIDIA/apex e13873de. The tests compare each native table with the kernels that the installed torch has
@@ -19,9 +19,9 @@ class Group:
 
     Attributes:
         rule: One of the rules.
-        reason: Why, in a clause.
-        ops: Operator names between blanks.
-        only_low: A ban that holds for bf16 and fp16 inputs only.
+        reason: Why the operators have this rule, in a clause.
+        ops: The names of the operators, separated by blanks.
+        only_low: Whether the rule holds only for some inputs; :class:`~castwise.core.plans.rules.Row` says for which.
     """
 
     rule: Rule
@@ -120,7 +120,7 @@ CUDA: Final = (
     ),
     Group("banned", _BCE, "binary_cross_entropy"),
 )
-"""CUDA's native table, and XPU's."""
+"""The rules of torch.autocast on CUDA, and on XPU."""
 
 CPU: Final = (
     Group(
@@ -161,24 +161,24 @@ CPU: Final = (
     Group("fp32", _LINALG, _FACTORS),
     Group("widest", _MIXED, "cat index_copy stack"),
 )
-"""The CPU's native table."""
+"""The rules of torch.autocast on CPUs."""
 
 _MPS_LACKS = """_cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
 binary_cross_entropy cudnn_convolution cudnn_convolution_transpose gru_cell linalg_vecdot norm rms_norm
 rnn_relu_cell rnn_tanh_cell vdot"""
 
 MPS_LACKS: Final = frozenset(" ".join((_MPS_LACKS, *(group.ops for group in _UPSAMPLE))).split())
-"""Rows of CUDA's table that MPS does not have."""
+"""The operators of CUDA's table that torch.autocast on MPS does not list."""
 
 CUDA_SINCE_2_12: Final = frozenset({"rms_norm"})
-"""Rows of CUDA's table that torch 2.11 does not have: in torch 2.11, rms_norm runs in the format of its input."""
+"""The operators of CUDA's table that torch 2.11 does not list: there, rms_norm runs in the format of its input."""
 
 _NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm rms_norm"
 
 REFUSES: Final = """addmv bilinear cross dot embedding_bag group_norm index_add index_put inner instance_norm layer_norm
 lerp linalg_cross linalg_multi_dot masked_scatter mv native_layer_norm rms_norm scatter scatter_add tensordot vdot"""
-"""Operators that refuse a wide tensor with low ones. batch_norm is left out for tables that cast all of them low: its
-statistics keep their format."""
+"""Operators that refuse an fp32 tensor together with bf16 or fp16 ones. batch_norm is left out, since some tables cast
+all inputs of these operators to bf16 or fp16, and its statistics must keep their format."""
 
 STORED_LOW: Final = (
     Group("widest", "its kernel refuses weights in a lower format than its input", _NORMS, only_low=True),
@@ -197,17 +197,17 @@ STORED_LOW: Final = (
         linalg_solve_ex linalg_solve_triangular linalg_vander logdet matrix_exp nuclear_norm pdist slogdet""",
     ),
 )
-"""Further rows for parameters stored low, which operators need because torch.autocast assumes that weights are fp32."""
+"""Further rules for parameters stored in bf16 or fp16, needed because torch.autocast assumes that weights are fp32."""
 
 MPS_DIFFERS: Final = (
     Group("lower", _CONV, "_mps_convolution"),
     Group("fp32", "MPS lacks a low kernel for it", "conv_transpose3d"),
     Group("fp32", _NORM, "batch_norm"),
 )
-"""Rows that MPS has in addition or instead."""
+"""The rules of torch.autocast on MPS that CUDA's table lacks, or has in another form."""
 
 CUDA_ONLY: Final = frozenset({"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"})
-"""Kernels of CUDA's libraries: no call reaches them on another device."""
+"""Operators that are kernels of CUDA's libraries, which no call reaches on another device."""
 
 RNN_STAND_INS: Final = (Group("lower", _RNN, "gru lstm mkldnn_rnn_layer rnn_relu rnn_tanh"),)
 """The operators that run in place of ``_cudnn_rnn`` on a device that lacks it."""
@@ -256,7 +256,7 @@ APEX: Final = (
         "widest",
         _MIXED,
         """add addcdiv addcmul atan2 bilinear cat cross div dot eq equal ge gt le lt mul ne rsub stack sub
-        vdot""",  # it calls dot, but not while a compiler traces it
+        vdot""",  # vdot calls dot, but not while a compiler traces it, so it has a row of its own
     ),
     Group("banned", _BCE, "binary_cross_entropy", only_low=True),
     Group(
@@ -273,7 +273,7 @@ APEX: Final = (
         {_FACTORS}""",
     ),
 )
-"""O1's lists in ATen's names."""
+"""The lists of Apex's O1, with ATen's names of the operators."""
 
 USE_IN_PLACE: Final = {
     "arccos_": ("acos_",),
@@ -281,7 +281,7 @@ USE_IN_PLACE: Final = {
     "logsumexp": ("exp_",),
     "square_": ("pow_",),
 }
-"""Operators whose kernels call in-place operators internally: a ban on those does not apply inside."""
+"""Operators whose kernels call the in-place operators listed with them. A ban on these does not apply to such calls."""
 
 FUNCTIONS: Final = {
     "cross_entropy": "cross_entropy_loss",

@@ -1,4 +1,4 @@
-"""Read untrusted text, and show any value in a message, without torch."""
+"""Read untrusted JSON and globs, and show values in error messages, without importing torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from functools import lru_cache
 from typing import Any, Final
 
 DEEPEST: Final = 50
-"""Maximum nesting depth of a plan's JSON, so that code which traverses it stays below Python's recursion limit."""
+"""The largest nesting depth of a plan's JSON. Code that traverses it thus stays below Python's recursion limit."""
 LARGEST: Final = 10**1000
-"""Integers of more digits are refused: Python prints none of more than 4,300."""
+"""Integers of this size or larger are refused, since Python prints no integer of more than 4,300 digits."""
 _CONTAINERS: Final = (Mapping, list, tuple)
 
 
 class _Shown(reprlib.Repr):
-    """``repr`` that is short and fast for any value."""
+    """A variant of ``repr`` whose result is short, and quickly made, for any value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,11 +31,14 @@ class _Shown(reprlib.Repr):
 
 
 shown = _Shown().repr
-"""``repr`` of any value for a message: short, however long or deep the value is."""
+"""Return the ``repr`` of a value for an error message, shortened if the value is long or deeply nested."""
 
 
 def is_encodable(text: str) -> bool:
-    """Whether text can be written as UTF-8: file names represent invalid bytes as surrogates."""
+    """Whether text can be written as UTF-8.
+
+    The names of files may not be: Python represents bytes in them that are not UTF-8 as surrogates.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -44,24 +47,26 @@ def is_encodable(text: str) -> bool:
 
 
 def close_matches(value: object, options: Iterable[str]) -> str:
-    """Similar options as a clause in parentheses, or an empty text."""
+    """Return ``" (did you mean 'a' or 'b'?)"`` with the options most similar to a value, or an empty text."""
     text = value if isinstance(value, str) else shown(value)
     close = difflib.get_close_matches(text, list(options), n=2) if len(text) < 100 else []
     return f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """Join names as ``a, b and 3 more``."""
+    """Join names as ``a, b and 3 more``, with at most ``most`` of them listed."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def read_json(text: str, deepest: int = DEEPEST) -> Any:
-    """Read untrusted JSON; NaN and the infinities are accepted as by Python's ``json``.
+    """Read JSON text that may be malformed or hostile.
+
+    NaN and the infinities are accepted, as by Python's ``json``.
 
     Raises:
-        ValueError: The text is not JSON, a key is given twice, or numbers are too long or values nested deeper than
-            ``deepest``; the message says which and where.
+        ValueError: The text is not JSON, a key is given twice, a number is too long, or values are nested deeper than
+            ``deepest``. The message says which, and where the text stops being JSON.
     """
     try:
         value = json.loads(text, object_pairs_hook=_unique)
@@ -80,7 +85,10 @@ def read_json(text: str, deepest: int = DEEPEST) -> Any:
 
 
 def nested_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and mappings are nested more than ``levels`` deep, checked without recursion."""
+    """Whether lists and mappings are nested more than ``levels`` deep.
+
+    This is checked without recursion, so it works at any depth.
+    """
     inside = [value]
     for _ in range(levels):
         inside = [
@@ -111,10 +119,11 @@ def matches_path(glob: str, path: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _compiled(glob: str) -> re.Pattern[str]:
-    """Compile a glob into an expression whose matching time is not exponential in the number of wildcards.
+    """Compile a glob into a regular expression whose matching time is not exponential in the number of wildcards.
 
-    After a ``*``, and for a part between two ``**``, the first match leaves the most for the rest, so no
-    other match is tried: ``(?>...)``. Only the part that must reach the end of the path needs backtracking.
+    After a ``*``, and for a part between two ``**``, the first match leaves the most text for the rest of the glob. So
+    no other match is tried, which ``(?>...)`` expresses. Only the part that must reach the end of the path needs
+    backtracking.
     """
 
     def fit(first: str, *further: str) -> str:

@@ -1,4 +1,4 @@
-"""A short description of a plan: the preset that it is based on, and the differences."""
+"""Describe a plan in a few words: the preset that it is based on, and the differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from castwise.core.plans.plan import PRESETS, LossScale, Plan, Region
 from castwise.errors import CastwiseError
 
 _MOST: Final = 3
-"""Maximum number of regions or operators that are listed by name; beyond it they are counted."""
+"""The largest number of regions or operators that are listed by name. More than that are counted instead."""
 _RULES: Final = {
     "fp32": "in fp32", "lower": "cast to the compute format", "widest": "in the format of the widest input",
     "as_is": "not cast", "unfused": "unfused", "banned": "banned",
@@ -22,7 +22,7 @@ def in_words(plan: Plan | str) -> str:
     """Describe a plan, as ``bf16-mixed; conv1 and head in fp32; channels_last; fused optimizer``.
 
     Args:
-        plan: A plan, or its line; a line that this version cannot parse is returned unchanged.
+        plan: A plan, or its one-line form. A line that this version of castwise cannot parse is returned unchanged.
     """
     if isinstance(plan, str):
         try:
@@ -34,7 +34,7 @@ def in_words(plan: Plan | str) -> str:
 
 
 def _nearest(plan: Plan) -> tuple[str, Plan]:
-    """The preset at the start of a plan's line."""
+    """Return the name of the preset with which a plan's one-line form begins, and the preset."""
     name = str(plan).partition("+")[0]
     return name, PRESETS[name]
 
@@ -99,7 +99,7 @@ def _scale(scale: LossScale | None, base: LossScale | None) -> str:
 
 
 def _part(region: Region) -> str:
-    """The display name of a region: a class, or a module; a bare number gets the word module."""
+    """Return the name of a region as shown to users: its pattern without ``type:``, with "module" before a number."""
     pattern = region.pattern.removeprefix("type:")
     return f"module {pattern}" if pattern[0].isdigit() else pattern
 

@@ -1,8 +1,10 @@
-"""Communication between the processes of a training.
+"""Communicate between the processes (ranks) of a training run.
 
-``group``: the processes that act together, and actions that all or none complete. ``agreement``: whether gradients are finite,
-and their norm. ``waiting``: messages that name missing ranks. ``pieces``: which parameters are sharded, and into how many
-pieces. ``plans``: ranks that were given different plans.
+- ``group`` runs actions that either all ranks of a process group complete or none does.
+- ``agreement`` makes ranks agree on whether gradients are finite, and computes the norm of the gradients of all ranks.
+- ``waiting`` names the missing ranks if a rank waits for long.
+- ``pieces`` knows which parameters are sharded, and into how many pieces.
+- ``plans`` checks that all ranks have the same plan.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Agreement between the ranks of a session: whether gradients are finite, and global norms.
+"""Make the ranks of a training run agree on whether gradients are finite, and compute gradient norms over all ranks.
 
-Each costs one all-reduce of one number over all ranks of the session (``Amp(group=...)``, by default all); when gradients are
-clipped, both share one message. No group of a mesh is needed: a parameter's contribution to the norm is divided by the number
-of ranks that hold the same piece of it, so that the plain sum over all ranks counts each parameter once, whatever its mesh.
+Each of the two costs one all-reduce of one number over the ranks of an :class:`~castwise.Amp` (``Amp(group=...)``, by
+default all ranks). If gradients are clipped, both share one all-reduce. No process groups of a device mesh are needed.
+A parameter's contribution to the norm is divided by the number of ranks that hold the same piece of it. So the plain
+sum over all ranks counts each parameter once, whatever its mesh.
 
-Gradients that DistributedDataParallel has averaged over all ranks are equal already, and nothing is sent for them. After a
-backward inside its ``no_sync()`` each rank has its own gradients, as in local SGD: ranks that step with these skip together,
-because their loss scales would otherwise diverge, and each clips by its own norm.
+Gradients that DistributedDataParallel has averaged over all ranks are equal already, and nothing is sent for them.
+After a backward pass inside its ``no_sync()``, each rank has gradients of its own, as in local SGD. Ranks that step
+with these skip a step together, because their loss scales would otherwise differ, and each rank clips by its own norm.
 """
 
 from __future__ import annotations
@@ -33,22 +34,30 @@ from castwise.core.scaler.result import peek
 from castwise.errors import StateError
 
 _SUMMED = 0.5
-"""A flag value above zero that reports no non-finite gradient: some rank has gradients that should be a sum over ranks."""
+"""A value of the flag that ranks send in place of 0, if gradients are finite but should be a sum over ranks.
+
+The flag is 0 if all gradients are finite and 1 if one is not.
+"""
 _FURTHER = 0.25
-"""A second such value: a rank is computing the gradients of one more named loss, so this is not a step yet."""
+"""A value of the flag that a rank sends in place of 0 while it runs the backward of a further named loss before its step."""
 _NOT = object()
-"""Placeholder for the group of stepping ranks if this rank is not one of them."""
+"""A value that stands in place of the group of the ranks that step, if this rank is not one of them."""
 
 
 def _no_world() -> None:
-    """Placeholder for a weak reference without a target."""
+    """Return None, as a weak reference does whose target is gone."""
 
 
 _requires_grad = operator.attrgetter("requires_grad")
 
 
 class Agreement:
-    """Agreement between the ranks of a group, given as for :class:`Ranks`, about the parameters of one session."""
+    """Makes the ranks of a group agree on the gradients of the parameters of one :class:`~castwise.Amp`.
+
+    Args:
+        group: The ranks, as for :class:`Ranks`.
+        params: A function that returns the parameters.
+    """
 
     def __init__(self, group: Any = None, params: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self.group = group
@@ -58,31 +67,35 @@ class Agreement:
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._can_differ: bool | None = None
         self._world: Callable[[], Any] = _no_world
-        """The default process group at the time of that decision."""
+        """Returns the default process group that existed when ``_can_differ`` was decided."""
         self._seen: list[bool] | None = None
-        """Which parameters were trained when several ranks decided that they cannot differ."""
+        """Which parameters were trained when several ranks decided that their gradients cannot differ."""
         self._steps: Any = None
-        """The group of the ranks that step, if some have no optimizer; ALONE if only this rank steps, _NOT if it does not."""
+        """The group of the ranks that step an optimizer, or None if all ranks do.
+
+        ALONE if only this rank steps, and _NOT if this rank does not step but others do.
+        """
         self._flags_wait = False
         self._averaging: list[weakref.ref[Any]] = []
         """The DistributedDataParallel modules that average gradients."""
         self._is_local = False
-        """Whether the last backward left this rank's own gradients, which are not averaged yet."""
+        """Whether the last backward pass left gradients of this rank alone, which are not averaged over ranks yet."""
 
     @property
     def ranks(self) -> Ranks:
-        """The current ranks; a session may be created before its process group."""
+        """The ranks at present, read anew each time, since an Amp may be created before its process group."""
         return Ranks(self.group)
 
     def forget(self) -> None:
-        """Forget all decisions when the session is closed."""
+        """Forget what the ranks have decided together, because the Amp is closed or the process group has changed."""
         self._can_differ = self._steps = None
 
     def look_again(self) -> None:
-        """Decide again after something was prepared or declared on one or more ranks.
+        """Make the next step check again whether gradients can differ between ranks.
 
-        A decision that ranks can differ stays: it holds whatever this rank trains, and the other ranks may not know of the
-        change.
+        Called after a model was prepared, or a parameter was declared as sharded, on one or more ranks. If the ranks
+        have decided that gradients can differ, this decision stays. It holds whatever this rank trains, and the other
+        ranks may not know of the change.
         """
         if self._can_differ is False:
             self._can_differ, self._seen = (None if self._seen is None else False), []
@@ -104,20 +117,21 @@ class Agreement:
         self._can_differ = None
 
     def note_backward(self) -> None:
-        """Record the start of a backward."""
+        """Record at the start of a backward pass whether DistributedDataParallel will average its gradients."""
         if self._averaging:
             self._is_local = any(
                 (ddp := one()) is not None and not ddp.require_backward_grad_sync for one in self._averaging
             )
 
     def _members(self) -> list[int]:
-        """Global numbers of the session's ranks."""
+        """Return the global numbers of the ranks of the group."""
         return dist.get_process_group_ranks(dist.group.WORLD if self.group is None else self.group)
 
     def settle_who_steps(self, here: bool) -> None:
-        """Exclude ranks without an optimizer from the communication of each step. Collective over the session's ranks.
+        """Exclude ranks that have no optimizer from the communication of each step. All ranks of the group must call this.
 
-        ``here``: whether this rank steps an optimizer. Pipeline stages with no or only frozen parameters may have none.
+        ``here`` says whether this rank steps an optimizer. The rank of a pipeline stage without trained parameters may
+        have none.
         """
         ranks = self.ranks
         steps = [at for at, steps_there in enumerate(ranks.meet(here)) if steps_there]
@@ -130,10 +144,13 @@ class Agreement:
             self._steps = some if ranks.rank in steps else _NOT
 
     def check_even(self, call: str) -> None:
-        """Check that all ranks take the same steps: in torch's Join, a rank that has ended no longer answers.
+        """Raise if a DistributedDataParallel is in torch's ``Join``, where ranks may take different numbers of steps.
+
+        A rank that has ended in ``Join`` no longer answers the messages of a step. ``call`` names the function in the
+        error.
 
         Raises:
-            StateError: A DistributedDataParallel is in torch's Join; raised on every rank in its first step.
+            StateError: A DistributedDataParallel is in torch's ``Join``. Every rank raises this in its first step.
         """
         by: Callable[[], Any] = next(iter(self._averaged.values()), (_no_world,))[0]
         if _torch.distributed.is_in_join(by()):
@@ -148,11 +165,11 @@ class Agreement:
         return over.issuperset(members) and world() is dist.group.WORLD and hasattr(by(), "reducer")
 
     def can_differ(self) -> bool:
-        """Whether ranks can have different gradients for some parameters, so that they must communicate.
+        """Whether the ranks can have different gradients for some parameters, so that they must communicate in a step.
 
-        With several ranks they can, unless DistributedDataParallel has averaged over all ranks every parameter that any of them
-        trains. The ranks decide this together at the first step, and again at the first step after a change; a rank that trains
-        nothing takes part.
+        Several ranks can, unless DistributedDataParallel averages the gradients of all trained parameters over all
+        ranks. The ranks decide this together at the first step, and again at the first step after a change. A rank that
+        trains nothing takes part.
 
         Raises:
             StateError: This rank had no optimizer when the ranks determined which of them step.
@@ -182,11 +199,11 @@ class Agreement:
 
     @property
     def undecided(self) -> bool:
-        """Whether :meth:`can_differ` needs a decision, for the first time or again."""
+        """Whether the ranks have yet to decide what :meth:`can_differ` returns, for the first time or again."""
         return self._can_differ is None
 
     def as_decided(self) -> bool:
-        """The last decision of :meth:`can_differ`, without checking which parameters are trained now."""
+        """Return the last result of :meth:`can_differ`, without checking which parameters are trained now."""
         decided = self._can_differ if self._is_same_world() else None
         return self.can_differ() if decided is None else decided or self._is_local
 
@@ -206,20 +223,21 @@ class Agreement:
         return self.ranks if self._steps is None else Ranks(self._steps)
 
     def _are_trained(self) -> list[bool]:
-        """For each parameter, whether it is trained now; checked at each step if the ranks agreed that they cannot differ."""
+        """Return for each parameter whether it is trained now."""
         return [*map(_requires_grad, self._params())]
 
     def _reduce(self, number: Tensor, how: Any) -> None:
-        """Reduce the message of a step over the ranks that step."""
+        """All-reduce the number that ranks exchange in a step, in place, over the ranks that step."""
         group = self.group if self._steps is None else self._steps
         with Waiting(group) as waiting:
             dist.all_reduce(number, how, group=group)
             waiting.on_device(number)
 
     def agree(self, flag: Tensor) -> Tensor:
-        """Set a non-finite flag (0-dim fp32) to its maximum over all ranks, in place.
+        """Set a flag to its maximum over all ranks, in place, so that all ranks know of a non-finite gradient.
 
-        Nothing is sent if all ranks must have the same flag, or if it is sent with the norm.
+        The flag is a 0-dim fp32 tensor that is 1 if a gradient is not finite. Nothing is sent if all ranks must have
+        the same flag, or if the flag is sent with the gradient norm later.
         """
         if not self._flags_wait and self.can_differ():
             summed, further = self._summed(), self.window is not None and self.window.in_backward
@@ -243,7 +261,7 @@ class Agreement:
         return flag
 
     def _summed(self) -> list[Optimizer]:
-        """This rank's optimizers whose gradients should be a sum over ranks; returned once, then cleared."""
+        """Return this rank's optimizers whose gradients should be a sum over ranks, and forget them."""
         if self.window is None or not self.window.summed:
             return []
         summed = [*self.window.summed]
@@ -251,10 +269,14 @@ class Agreement:
         return summed
 
     def _compare(self, summed: Sequence[Optimizer]) -> None:
-        """Check that gradients that should be a sum over ranks come from a rank that ran a backward. Collective.
+        """Raise if gradients that should be a sum over ranks do not come from a rank that ran a backward pass.
+
+        All ranks that step must call this.
 
         Raises:
-            StateError: The check failed; raised on all ranks.
+            StateError: The gradients have no such origin, so it is unknown whether they hold the loss scale. Or this
+                rank counted its backward passes for other optimizers, so the loss scales would differ. All ranks raise
+                this.
         """
         window = self.window
         held = window.optimizers if window is not None else []
@@ -297,7 +319,7 @@ class Agreement:
         )
 
     def clip(self, params: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip by the norm over whole parameters, and return it."""
+        """Clip gradients in place by their total norm, over all pieces of sharded parameters, and return the norm."""
         joined = self.ranks.size > 1 and not self._is_local
         if self.can_differ() if joined else any(is_dtensor(masters.model_param_of(p)) for p in params):
             norm = self.norm(params, norm_type, joined=joined)
@@ -307,7 +329,7 @@ class Agreement:
         return norm
 
     def decide(self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale, and make these optimizers step or skip together on all ranks, with one message."""
+        """Unscale gradients, and make all ranks agree on whether the optimizers step or skip, with at most one all-reduce."""
         flags = scaler._flags
         if self._unscale(window, optimizers):
             flags.set(optimizers, self.agree(flags.joint(optimizers, scaler.scale_tensor().device)))
@@ -317,7 +339,10 @@ class Agreement:
     def decide_and_clip(
         self, scaler: GradScaler, window: Window, optimizers: Sequence[Optimizer], max_norm: float
     ) -> Tensor:
-        """Unscale, agree on flag and norm in one message, and clip; returns the norm."""
+        """Unscale gradients, make all ranks agree on whether the optimizers step or skip, and clip; return the norm.
+
+        If a loss scale is in use, the norm is sent in the same all-reduce as the flag for non-finite gradients.
+        """
         if self._is_local and scaler.works and not scaler.is_enabled():
             self.decide(scaler, window, optimizers)
             return self.clip(_params_of(optimizers), max_norm)
@@ -343,7 +368,7 @@ class Agreement:
         return norm
 
     def _unscale(self, window: Window, optimizers: Iterable[Optimizer]) -> bool:
-        """Unscale; returns whether ranks can differ, so that the flag must still be agreed on."""
+        """Unscale gradients, and return whether ranks can differ, so that they must still agree on non-finite gradients."""
         differ = self._flags_wait = window.scaler.works and self.can_differ()
         try:
             for optimizer in optimizers:
@@ -361,22 +386,26 @@ class Agreement:
         flag: Tensor | None = None,
         compared: bool = False,
     ) -> Tensor:
-        """Norm of the gradients over whole parameters, each counted once, combined with a flag in one number.
+        """Return the total norm of gradients, in which all pieces of a sharded parameter count, and each counts once.
 
         Args:
-            params: The parameters whose gradients count, of a model or of its optimizer; those without a gradient are skipped.
+            params: The parameters whose gradients count, of a model or of its optimizer. Parameters without a gradient
+                are skipped.
             norm_type: 2, any other positive power, or infinity.
-            joined: Whether to include all ranks, as :meth:`can_differ` says; all ranks must then call this.
-            flag: 0-dim fp32, 1 if a gradient on this rank is not finite. It becomes 1, in place, if that holds on any rank, or
-                if the norm is not finite; the norm is then infinite or NaN.
-            compared: Whether gradients that should be sums over ranks have been compared.
+            joined: Whether to include the gradients of all ranks, as :meth:`can_differ` says. All ranks must then call
+                this.
+            flag: A 0-dim fp32 tensor that is 1 if a gradient on this rank is not finite. It is sent with the norm, as
+                one number. It is set to 1, in place, if a gradient on any rank is not finite or if the norm is not
+                finite. The norm is then infinite or NaN.
+            compared: Whether :meth:`_compare` has already checked the gradients that should be sums over ranks.
 
         Returns:
-            0-dim fp32, equal on all ranks. A gradient that every rank holds whole counts with its mean over ranks.
+            A 0-dim fp32 tensor, equal on all ranks. If every rank holds a gradient whole, the mean over ranks of its
+            norm, raised to the power ``norm_type``, counts.
 
         Raises:
-            StateError: A flag is given, and it is unknown whether some gradients include the loss scale; raised on
-                all ranks.
+            StateError: A flag is given, and it is unknown whether some gradients include the loss scale. All ranks
+                raise this.
         """
         infinite = math.isinf(norm_type)
         world = self.ranks.size if joined else 1
@@ -416,10 +445,10 @@ class Agreement:
 
 
 def local_grad(parameter: Tensor) -> Tensor | None:
-    """This rank's part of a parameter's gradient, in the same memory; for a sparse gradient its values.
+    """Return this rank's part of a parameter's gradient as a plain tensor in the same memory, or None.
 
-    A DTensor gradient that is a partial sum, as tensor parallelism leaves for replicated parameters, is summed first and
-    replaces the partial sum.
+    Of a sparse gradient, the values are returned. A DTensor gradient may be a partial sum, as tensor parallelism leaves
+    for replicated parameters. It is then summed over ranks first, and ``.grad`` is set to the sum.
     """
     grad = parameter.grad
     if grad is None:
@@ -444,13 +473,15 @@ def _params_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def _clip_by(norm: Tensor, params: Iterable[Tensor], max_norm: float) -> None:
-    """Scale gradients in place, sharded ones too, so that their norm is at most ``max_norm``."""
+    """Scale gradients in place, also those of sharded parameters, so that their norm is at most ``max_norm``."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in params:
         grad = local_grad(parameter)
         if grad is not None:
             by_device.setdefault(grad.device, []).append(grad)
-    norm = norm.nan_to_num(0.0, 0.0)  # non-finite gradients stay visible
+    norm = norm.nan_to_num(
+        0.0, 0.0
+    )  # a non-finite norm scales nothing, so that non-finite gradients stay visible
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device, grads in by_device.items():
         _torch.tensors.multiply_each(grads, factor.to(device))

@@ -1,4 +1,4 @@
-"""Groups of processes that act together, and actions that all of them complete or none does."""
+"""Run actions on a group of processes, so that either all of them complete the action or all raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.errors import CastwiseError, RankError, StateError, place
 
 _T = TypeVar("_T")
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Any]] = weakref.WeakKeyDictionary()
-"""Groups by use and member ranks, for each default process group."""
+"""The groups that :func:`_group` created, by use and member ranks, for each default process group."""
 
 
 class _Alone:
@@ -23,7 +23,7 @@ class _Alone:
 
 
 ALONE: Final = _Alone()
-"""Placeholder for a process group: this process alone, whatever groups it belongs to."""
+"""A value to give in place of a process group, which stands for this process alone, whatever groups it belongs to."""
 
 
 def running() -> bool:
@@ -32,21 +32,21 @@ def running() -> bool:
 
 
 class Ranks:
-    """The processes of a group; without torch.distributed, this process alone.
+    """The processes of a group, or this process alone if torch.distributed is not initialised.
 
-    All of the processes call each method, in the same order.
+    All of these processes must call each method, in the same order.
 
     Args:
         group: A process group, :data:`ALONE`, or None for all ranks.
-        error: The exception type that all ranks raise if one fails. Without it each raises its own exception if all failed
-            alike, and a :class:`~castwise.errors.RankError` otherwise.
+        error: The exception type that all ranks raise if one rank fails. Without it, each rank raises its own exception
+            if all ranks failed for the same reason, and a :class:`~castwise.errors.RankError` otherwise.
 
     Attributes:
         size: Number of processes.
         rank: Index of this process among them.
 
     Raises:
-        StateError: This process is not in the group; or the type given as ``error``.
+        StateError: This process is not in the group. If ``error`` is given, that type is raised instead.
     """
 
     def __init__(self, group: Any = None, error: type[CastwiseError] | None = None) -> None:
@@ -61,7 +61,7 @@ class Ranks:
             )
 
     def gather(self, value: _T) -> list[_T]:
-        """Gather a picklable object from each process, by rank."""
+        """Return the objects that all processes pass, in the order of ranks. The objects must be picklable."""
         if self.size == 1:
             return [value]
         heard: list[Any] = [None] * self.size
@@ -69,14 +69,17 @@ class Ranks:
         return heard
 
     def meet(self, value: _T) -> list[_T]:
-        """:meth:`gather` at a point that all ranks reach together; a rank that waits for seconds names the missing ranks."""
+        """Gather an object from each process as :meth:`gather` does, at a point that all ranks should reach together.
+
+        A rank that has to wait for several seconds warns and names the missing ranks.
+        """
         if self.size == 1:
             return [value]
         with Waiting(self.group):
             return self.gather(value)
 
     def to_first(self, value: _T) -> list[_T]:
-        """Gather objects on the first rank, by rank; an empty list on the others."""
+        """Return the objects that all processes pass on the first rank, in the order of ranks, and ``[]`` on the others."""
         if self.size == 1:
             return [value]
         heard: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -84,11 +87,12 @@ class Ranks:
         return heard or []
 
     def every(self, task: Callable[[], _T]) -> list[_T]:
-        """Run a task on all ranks; returns all results, by rank.
+        """Run a task on all ranks and return the results of all ranks, in the order of ranks.
 
         Raises:
-            RankError: The task failed on some ranks, which it names; raised on all. Or the type given as ``error``.
-            Exception: The task failed alike on all: this rank's own exception.
+            RankError: The task failed on some ranks. All ranks raise this, and the message names the ranks that failed.
+                If ``error`` was given to the class, that type is raised instead.
+            Exception: The task failed on all ranks for the same reason. Each rank then raises its own exception.
         """
         if self.size == 1 and self._error is None:
             return [task()]
@@ -115,21 +119,21 @@ class Ranks:
         ) from failure
 
     def each(self, task: Callable[[], _T]) -> _T:
-        """Run a task on all ranks; each keeps its own result.
+        """Run a task on all ranks and return this rank's own result.
 
         Raises:
-            Exception: As :meth:`every`.
+            Exception: The task failed on some rank, see :meth:`every`.
         """
         kept: list[_T] = []
         self.every(lambda: kept.append(task()))
         return kept[0]
 
     def first(self, task: Callable[[], _T]) -> _T:
-        """Run a task on the first rank only; returns its result on all.
+        """Run a task on the first rank only and return its result on all ranks.
 
         Raises:
-            RankError: The task failed. Or the type given as ``error``; with a single process and no ``error``, its own
-                exception.
+            RankError: The task failed. If ``error`` was given to the class, that type is raised instead. A single
+                process without ``error`` raises the task's own exception.
         """
         if self.size == 1 and self._error is None:
             return task()
@@ -143,9 +147,9 @@ class Ranks:
         return value  # type: ignore[no-any-return]
 
     def duplicate(self, use: str) -> Ranks:
-        """The same ranks in a separate gloo group, created once for each use.
+        """Return the same ranks with a gloo group of their own, which is created once for each ``use``.
 
-        A separate group keeps collectives of one use from mixing with those of another on a different thread.
+        With a separate group, collectives of one use cannot mix with those of another use on a different thread.
         """
         if self.size == 1:
             return self
@@ -154,14 +158,16 @@ class Ranks:
 
     @classmethod
     def among(cls, members: Sequence[int], use: str) -> Ranks:
-        """A group of some ranks, by global number, created like :meth:`duplicate`."""
+        """Return the ranks with these global numbers, with a gloo group that is created once for each ``use``."""
         return cls(ALONE if len(members) == 1 else _group(use, members))
 
     def some(self, places: Sequence[int], use: str) -> Ranks:
-        """A group of some of these ranks, by number in this group, with the same backend, created once for each use.
+        """Return a subset of these ranks, with a group of the same backend that is created once for each ``use``.
 
-        All ranks of this group call it. Ranks outside the subset get a group of their own: torch names a group by the number of
-        groups that a process has, so ranks with fewer could create no further one together (seen in torch 2.13).
+        ``places`` are the numbers of the ranks in this group. All ranks of this group must call this. A rank outside
+        the subset gets a group that contains only itself. This is needed because torch names a group by the number of
+        groups that a process has: ranks that have fewer groups could not create another group with the rest (seen in
+        torch 2.13).
         """
         group: Any = self.group if self.group is not None else dist.group.WORLD
         members = [dist.get_global_rank(group, place) for place in places]
@@ -171,25 +177,25 @@ class Ranks:
         return Ranks(_group(f"{use} {members}", mine, dist.get_backend(group)))
 
     def merge(self, value: _T, join: Callable[[list[_T]], _T]) -> _T:
-        """Merge objects of all ranks with ``join`` on the first rank; the same result on all."""
+        """Apply ``join`` to the objects of all ranks, on the first rank, and return the result on all ranks."""
         if self.size == 1:
             return value
         given = self.to_first(value)
         return self.first(lambda: join(given))
 
     def _say(self, failure: Exception) -> str:
-        """An error in the form in which the other ranks receive it."""
+        """Return the text that other ranks receive about an error of this rank."""
         if self._error is None:
             where = place(failure)
             return f"{type(failure).__name__}: {first_line(failure)}" + (f" ({where})" if where else "")
         return str(failure) if isinstance(failure, self._error) else f"{type(failure).__name__}: {failure}"
 
     def _reason(self, failure: Exception) -> str:
-        """The reason of an error as a clause; ranks with equal reasons failed alike."""
+        """Return the reason of an error as a clause; ranks whose reasons are equal failed for the same reason."""
         return self._say(failure)
 
     def _cannot_run(self, failure: Exception) -> bool:
-        """Whether an error means that a plan cannot run here; see :attr:`RankError.cannot_run`."""
+        """Whether an error means that a plan cannot run on this rank; see :attr:`RankError.cannot_run`."""
         return False
 
 
@@ -203,17 +209,19 @@ def _group(use: str, members: Sequence[int], backend: str = "gloo") -> Any:
 def _attempt(task: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
     try:
         return task(), None
-    except Exception as failure:  # the other ranks must receive it first
+    except (
+        Exception
+    ) as failure:  # returned, since the other ranks must learn of it before this rank raises it
         return None, failure
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error's text, or the name of its class if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _by_rank(texts: Mapping[int, str]) -> str:
-    """``on rank 1: why; on ranks 2, 3: another``, for at most five ranks."""
+    """Return texts and the ranks they come from, as ``on rank 1: why; on ranks 2, 3: another``, at most five texts."""
     ranks_of: dict[str, list[int]] = {}
     for at, text in texts.items():
         ranks_of.setdefault(text, []).append(at)

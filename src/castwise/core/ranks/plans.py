@@ -1,4 +1,4 @@
-"""Detect ranks with different plans at the start, before their losses diverge."""
+"""Check at the start of a training run that all ranks have the same plan, before their losses could differ."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from castwise.errors import PatternError, PlanError
 
 
 def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) -> None:
-    """Check that all ranks have the same plan; collective.
+    """Raise on every rank if the ranks have different plans. All ranks must call this.
 
     Args:
         plan: This rank's plan.
         ranks: All ranks.
-        failure: The error because of which this rank cannot go on.
+        failure: The error that keeps this rank from going on, or None.
 
     Raises:
-        PlanError: The plans differ; raised on every rank, and names the ranks and the fields.
-        RankError: Some ranks cannot go on; raised on every rank, or the failure itself if all have failed alike.
+        PlanError: The plans differ. The message names the ranks and the fields that differ.
+        RankError: Some ranks have a ``failure``. If all ranks have the same one, each raises its own ``failure``
+            instead.
     """
 
     def own() -> str:
@@ -51,12 +52,12 @@ def check_same_plan(plan: Plan, ranks: Ranks, failure: Exception | None = None) 
 
 
 def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
-    """Check that every region of a plan matches a module on some rank; collective.
+    """Raise on every rank if a region of a plan matches no module on any rank. All ranks must call this.
 
-    ``matched`` contains the patterns that match a module of this rank.
+    ``matched`` contains the patterns of regions that match a module of this rank.
 
     Raises:
-        PatternError: A region matches nothing; raised on every rank, and names the pattern.
+        PatternError: A region matches no module. The message names its pattern.
     """
     everywhere = set().union(*ranks.meet(matched))
     for region in plan.regions:
@@ -68,7 +69,7 @@ def check_patterns(plan: Plan, matched: set[str], ranks: Ranks) -> None:
 
 
 def _differing(plans: list[Plan]) -> list[str]:
-    """Fields that differ between the plans, with their values."""
+    """Return the fields in which plans differ, each as text with its values."""
     out = []
     for field in dataclasses.fields(Plan):
         values = list(dict.fromkeys(repr(getattr(plan, field.name)) for plan in plans))

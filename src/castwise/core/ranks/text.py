@@ -1,4 +1,4 @@
-"""Ranks in words."""
+"""Name ranks in messages."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from castwise.core.plans.text import some
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``rank 1``, or ``ranks 2, 3``."""
+    """Return ranks as text for a message, such as ``rank 1`` or ``ranks 2, 3``."""
     return f"rank{'s' * (len(ranks) > 1)} {some([*map(str, ranks)], 8)}"

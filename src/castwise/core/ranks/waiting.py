@@ -1,7 +1,8 @@
-"""Reports of a waiting rank, which name the missing ranks within seconds, long before torch.distributed's timeout.
+"""Warn within seconds if a rank waits for others, and name the missing ranks, long before torch.distributed's timeout.
 
-One thread per process watches its waits. Only a rank that has waited for a second writes to the store of the process group, so
-that others can distinguish it from a missing one. A step only records the start and the end of its wait.
+One thread per process watches the waits of this process. A rank that has waited for a second writes so to the store of
+the process group. Other ranks can then distinguish it from a missing rank. A training step itself only records the
+start and the end of its wait.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from castwise.core.ranks.text import named
 from castwise.errors import is_users
 
 POSTED_AFTER_S = 1.0
-"""Seconds after which a waiting rank tells the other ranks."""
+"""Seconds after which a waiting rank writes to the store that it waits."""
 SAID_AFTER_S = 5.0
-"""Seconds after which it tells the user."""
+"""Seconds after which a waiting rank warns the user."""
 _TICK_S = 0.25
 _ALIVE_S = 1.0
-"""Seconds within which a waiting rank writes again."""
+"""Seconds within which a waiting rank writes to the store again, which shows that its process has not ended."""
 _MOST_RANKS = 1024
-"""Larger groups send no queries, because one process answers all of them."""
+"""The size of the largest group whose ranks query the store, since one process answers the queries of all ranks."""
 
 _waits: dict[int, Waiting] = {}
 _process = 0
-"""The process in which the thread runs: a forked child has none."""
+"""The id of the process that started the watching thread. A forked child has no such thread and starts its own."""
 _registry: dict[Any, Any] = {}
-"""Python's own record of warnings already shown."""
+"""The registry in which Python's ``warnings`` module records warnings that were already shown."""
 
 
 class Waiting:
-    """A wait that ends when all ranks of a group have arrived, or when a device event has occurred.
+    """A context manager for code that waits for the other ranks of a group.
 
-    An error raised during the wait gets a note that names the missing ranks, if they were reported.
+    It warns after 5 seconds and names the missing ranks. If an error is raised after that, the same text is added to
+    the error as a note.
 
     Args:
         group: The process group; None for all ranks.
@@ -73,7 +75,10 @@ class Waiting:
             error.add_note(self._said)
 
     def on_device(self, tensor: Tensor) -> None:
-        """Use inside the block: a device's collective is only queued, so wait until ``tensor`` is ready."""
+        """Keep watching after the ``with`` block until ``tensor`` is ready, if it is on a device. Call inside the block.
+
+        This is needed because a collective on a device is only queued when its call returns.
+        """
         if not tensor.is_cpu:
             self._event = torch.Event(tensor.device)
             self._event.record()
@@ -84,10 +89,10 @@ class Waiting:
             with contextlib.suppress(Exception):  # the store ends with the process that hosts it
                 _torch.distributed.default_store().set(self._key(dist.get_rank()), "")
 
-    # --- on the thread that looks -----------------------------------------------------------------------------
+    # --- on the thread that watches the waits ------------------------------------------------------------------
 
     def look(self) -> None:
-        """End the wait, or inform the other ranks or the user, if due."""
+        """End the wait if its device event has occurred; otherwise tell the other ranks or warn the user if it is time."""
         if self._event is not None and self._event.query():
             self._end()
             return
@@ -114,7 +119,7 @@ class Waiting:
         return f"castwise/waits/{','.join(map(str, self._members()))}/{rank}"
 
     def _posts(self) -> dict[int, bytes]:
-        """Messages of the other ranks of the group."""
+        """Return the texts that waiting ranks of the group have written to the store, by rank."""
         store, found = _torch.distributed.default_store(), {}
         members = self._members()
         for rank in members if len(members) <= _MOST_RANKS else ():
@@ -135,7 +140,7 @@ class Waiting:
             elif (call := post.decode().partition(" ")[2]).partition(" ")[0] != name:
                 elsewhere[rank] = call
         if not missing and not elsewhere:
-            return  # all are here, and their transfer takes long
+            return  # all ranks have made this call, so only the transfer of data takes long
         who = (
             f"{named(missing)}, which {'have' if len(missing) > 1 else 'has'} not made this call"
             if missing
@@ -171,7 +176,10 @@ def _look_at_all() -> None:
 
 
 def _call_of(thread: int | None) -> tuple[str, FrameType | None]:
-    """The castwise function that a thread has called, and the user's line with the call; a step has no line."""
+    """Return the name of the castwise function that a thread is running, and the stack frame of user code that called it.
+
+    Without a thread, the name is ``step`` and the frame is None.
+    """
     name, frame = "step", None if thread is None else sys._current_frames().get(thread)
     while frame is not None and not is_users(frame.f_code.co_filename):
         if frame.f_globals.get("__name__", "").startswith("castwise."):

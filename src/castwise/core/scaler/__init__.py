@@ -1,12 +1,17 @@
-"""Loss scaling: a pure rule that updates the scale, and the GradScaler that applies it.
+"""Scale losses, unscale gradients, and skip steps whose gradients are not finite.
 
-``state``: the rule, as a function and as device operations. ``grad_scaler``: the scaler, which keeps the scales of
-named losses (``losses``), the non-finite flags of each optimizer (``flags``) and the unscaling (``unscaling``).
-``gradients``: operations on gradients. ``result`` and ``outcomes``: whether a step was made or skipped, for one step
-and over time. ``closure``: steps of optimizers that evaluate the loss themselves. ``window``: which gradients hold a
-scale, and which scale; ``held``: the same for one optimizer's parameters. ``buffers``: restores buffers after a skipped
-step. ``watch``: steps outside ``Amp.step``. ``step_guard``: the scaler of plans without a loss scale. ``foreign``:
-state dicts of Apex and Colossal-AI.
+- ``state`` holds the rule that updates the loss scale, as a function of numbers and as device operations.
+- ``grad_scaler`` holds castwise's GradScaler. It uses ``losses`` (one scale for each named loss), ``flags`` (whether
+  the gradients of each optimizer are finite) and ``unscaling``.
+- ``gradients`` holds operations on gradients.
+- ``result`` and ``outcomes`` tell whether steps were made or skipped, for one step and over time.
+- ``closure`` handles steps of optimizers that evaluate the loss themselves.
+- ``window`` keeps track of which gradients are multiplied by a loss scale, and by which; ``held`` does so for the
+  parameters of one optimizer.
+- ``buffers`` restores buffers after a skipped step.
+- ``watch`` guards steps that are not made by ``Amp.step``.
+- ``step_guard`` holds the scaler of plans without a loss scale.
+- ``foreign`` converts state dicts of Apex and Colossal-AI.
 """
 
 from __future__ import annotations

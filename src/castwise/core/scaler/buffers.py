@@ -1,14 +1,18 @@
-"""Restore buffers that became non-finite in a step that was skipped.
+"""Restore buffers of a model that became non-finite in a step that was skipped.
 
-A forward writes running statistics, codebooks and averages before it is known whether the step will be made. If
-the step is skipped because of a non-finite value, each floating buffer that became non-finite in that window gets back
-the whole value that it had when the window's first forward began. Every other buffer stays as the forward left it, as
-in a hand-written loop: each buffer is judged separately, since nothing says which buffers belong together.
+A forward writes running statistics, codebooks and averages before it is known whether the step will be made. If the
+step is skipped because of a non-finite value, each floating buffer that became non-finite since the previous step is
+restored. It gets back the whole value that it had at the start of the first forward after the previous step. Every
+other buffer stays as the forward left it, as in a hand-written loop. Each buffer is judged separately, since nothing
+says which buffers belong together.
 
-Version counters do not count writes by BatchNorm's kernels, writes through ``.data``, or writes in compiled code. So
-values are copied in every window whether or not they changed: all floating buffers at first, later the small ones and
-those that were seen to change. A large buffer that does not change, such as a mask or a table, is compared at doubling
-intervals.
+The version counters of tensors do not count writes by BatchNorm's kernels, writes through ``.data``, or writes in
+compiled code. So values are copied at every step, whether or not they changed. At first all floating buffers are
+copied, later the small ones and those that were seen to change. A large buffer that does not change, such as a mask or
+a table, is compared with its copy at doubling intervals instead.
+
+In this module, a *window* is the time from one step to the next. A *round* is a period in which each optimizer steps at
+most once.
 """
 
 from __future__ import annotations
@@ -32,13 +36,13 @@ from castwise.core.scaler.copies import Copies, Table, empty_again, has_nan, is_
 from castwise.core.scaler.result import Restored
 
 _LARGE = 1 << 16
-"""Size in bytes above which a buffer that does not change is not copied."""
+"""The size in bytes above which a buffer is not copied any more once it was seen not to change."""
 _UNSEEN = 8
-"""After this many rounds without an eager call of the whole model, copies are made after steps."""
+"""The number of rounds without an uncompiled call of the whole model, after which buffers are copied at the end of steps."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _registered = 0
-"""How often a module was registered as a child of another one in this process."""
+"""How often a module was registered as a child of another module in this process."""
 
 
 def _note_module(*_: object) -> None:
@@ -52,26 +56,27 @@ def _watch_modules() -> None:
 
 
 class Buffers:
-    """The buffers of a session's models.
+    """Copies and restores the buffers of all models of one :class:`~castwise.Amp`.
 
     Attributes:
-        number: Number of the window: how many steps have ended.
-        rounds: How often an optimizer has stepped again; several optimizers may step after one forward.
+        number: How many steps have ended, which is the number of the current window.
+        rounds: How many rounds have ended. A round ends when an optimizer steps that has already stepped in it. Several
+            optimizers may step after one forward, so a round can have several steps.
         backwards: How many losses have been passed to ``backward``.
     """
 
     def __init__(self) -> None:
         self.number = self.rounds = self.backwards = 0
         self._stepped: tuple[set[int], set[int]] = set(), set()
-        """Optimizers that stepped in the last round, and in this one."""
+        """The ``id`` of the optimizers that stepped in the last round, and of those that stepped in this one."""
         self._kept: list[weakref.ref[KeptBuffers]] = []
         self._counts: Counter[str] = Counter()
         self._unread: dict[tuple[str, ...], Tensor] = {}
         self.before_forward: Callable[[], object] = int
-        """Restores buffers after a batch whose gradients were checked and then not used."""
+        """A function to call before a forward, which restores buffers if gradients were checked and then not used."""
 
     def follow(self, model: nn.Module) -> KeptBuffers:
-        """Track the buffers of a model, for as long as the caller keeps the returned object."""
+        """Copy and restore the buffers of a model from now on, for as long as the caller keeps the returned object."""
         _watch_modules()
         kept = KeptBuffers(model, self)
         self._kept = [*(one for one in self._kept if one() is not None), weakref.ref(kept)]
@@ -82,7 +87,7 @@ class Buffers:
         return [kept for one in self._kept if (kept := one()) is not None]
 
     def end_window(self, optimizer: Optimizer) -> None:
-        """Count a step of this optimizer, made or skipped."""
+        """Begin a new window after a step of this optimizer, whether it was made or skipped."""
         self.number += 1
         last, now = self._stepped
         if id(optimizer) in now:
@@ -95,12 +100,15 @@ class Buffers:
                 kept.begin_window()
 
     def put_back(self, flag: Tensor | None = None, of: KeptBuffers | None = None) -> list[Restored]:
-        """Restore the buffers that became non-finite since their window began.
+        """Restore the buffers that became non-finite since they were copied, if the step was skipped.
 
         Args:
-            flag: 0-dim fp32: restore where it is above zero, without waiting for the device. None: the step was
-                skipped.
-            of: Restore only the buffers of this model.
+            flag: A 0-dim fp32 tensor that is above zero if the step was skipped. Buffers are then restored without
+                waiting for the device. None if the host knows that the step was skipped.
+            of: The model whose buffers are to be restored, or None for all models.
+
+        Returns:
+            The names of the restored buffers.
         """
         alive = self._alive()
         found: list[Restored] = []
@@ -119,7 +127,10 @@ class Buffers:
 
     @property
     def restored(self) -> dict[str, int]:
-        """How often each buffer was restored. Waits for the device if a fused optimizer decided there."""
+        """How often each buffer was restored, by name, without those that never were.
+
+        Waits for the device if a fused optimizer decided there whether to skip.
+        """
         unread, self._unread = self._unread, {}
         for names, counts in unread.items():
             self._counts.update(dict(zip(names, counts.tolist(), strict=True)))
@@ -127,10 +138,10 @@ class Buffers:
 
 
 class KeptBuffers:
-    """Copies of one model's buffers, with their values at the start of its window.
+    """Holds copies of one model's buffers, with the values they had at the start of the window.
 
     Attributes:
-        kind: The model's class.
+        kind: The name of the model's class.
         seen: The last round in which the whole model was called outside of compiled code.
     """
 
@@ -139,9 +150,9 @@ class KeptBuffers:
         self.seen = -_UNSEEN - 1
         self._taken = -1
         self._unused = (-1, -1)
-        """The window of the last forward with gradients, and the number of losses when it began."""
+        """The window of the last training forward with gradients, and ``backwards`` of the Amp when the forward began."""
         self._unsure = False
-        """Whether this window has had only forwards without gradients, as when statistics are recomputed."""
+        """Whether all forwards in this window so far ran without gradients, as when statistics are recomputed."""
         alive = weakref.ref(self)
 
         def end(_: object) -> None:
@@ -154,23 +165,26 @@ class KeptBuffers:
         self._layout = (-1, -1)
         self._groups: list[Copies] = []
         self._empty: list[tuple[Table, str, str]] = []
-        """Buffers that are None so far."""
+        """The buffers that are None so far, each with the dict that holds it, its key there, and its name."""
         self._is_bare = False
-        """Whether the model has no buffers to copy."""
+        """Whether the model has no buffers that must be copied."""
         self._still: dict[str, _Still] = {}
         self._moving: set[str] = set()
         self._told: set[str] = set()
         self._windows = 0
 
     def forget(self) -> None:
-        """Drop everything that belongs to the model."""
+        """Drop all references to the model's buffers, and the copies."""
         self._tables, self._groups, self._empty = [], [], []
         self._still.clear()
 
     # --- copies ---------------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
-        """At the start of a forward of the whole model: the first one in a window copies the buffers if it may write them."""
+        """Copy the buffers if the forward that starts now is the first in its window and may write to them.
+
+        To be called at the start of each uncompiled forward of the whole model.
+        """
         session = self._session
         if self._is_bare and self._layout == (_registered, sum(map(len, self._tables))):
             self.seen = session.rounds
@@ -183,7 +197,7 @@ class KeptBuffers:
         if self._taken == session.number and not (self._unsure and grad):
             return
         if not (training or grad) or (self._groups and _torch.tensors.is_stand_in_call()):
-            return  # nothing is written, or buffers may have been replaced
+            return  # this forward writes no buffers, or runs with stand-ins in their place
         if self._taken == session.number:
             _torch.tensors.outside_dispatch_modes(_torch.tensors.without_grad, self._take_sound)
         else:
@@ -192,9 +206,10 @@ class KeptBuffers:
         self._unsure = not grad
 
     def forget_unused(self) -> None:
-        """Restore buffers after a forward whose loss was never used, as when a loop skips a non-finite loss.
+        """Restore buffers after a forward whose loss was not passed to ``backward``, if they hold a new NaN.
 
-        Only a NaN triggers this: an infinity may be intended, and the forward may have been used in another way.
+        A loop that skips non-finite losses has such forwards. An infinity does not count, since it may be intended, and
+        the forward may have been used in another way.
         """
         if self._unused != (self._session.number, self._session.backwards):
             return
@@ -211,12 +226,15 @@ class KeptBuffers:
             self._session.put_back(torch.stack([flag.to(home) for flag in found]).any().float(), self)
 
     def begin_window(self) -> None:
-        """Take the current values as good, and check from time to time which large buffers change."""
+        """Copy the current values of the buffers, and check from time to time which large buffers change."""
         self._windows += 1
         self.take(look=self._windows > 1 and self._windows & (self._windows - 1) == 0)
 
     def take(self, *, look: bool = False) -> None:
-        """Take the current values as good."""
+        """Copy the current values of the buffers, to which they will be restored.
+
+        ``look`` says whether to find out first which large buffers change.
+        """
         changed = (
             self._layout != (_registered, sum(map(len, self._tables)))
             or any(table.get(key) is not None for table, key, _ in self._empty)
@@ -238,7 +256,7 @@ class KeptBuffers:
             group.copy_sound()
 
     def _lay_out(self) -> None:
-        """Allocate copies for the buffers that exist now."""
+        """Allocate memory for copies of the buffers that the model has now."""
         model = self._model()
         found = [] if model is None else [*_torch.hooks.buffer_tables(model)]
         self._tables = [table for _, table in found]
@@ -256,7 +274,10 @@ class KeptBuffers:
                     kind = buffer.device, buffer.dtype, buffer.dim() == 1
                     groups.setdefault(kind, Copies()).add(table, key, name)
                 elif is_lazy(buffer) or _torch.tensors.is_transformed(buffer):
-                    self._layout = (-1, -1)  # the buffer that replaces it is checked then
+                    self._layout = (
+                        -1,
+                        -1,
+                    )  # lay out again next time, when another buffer may have replaced this one
         self._groups = [*groups.values()]
         self._is_bare = not (groups or self._empty or self._still or self._layout[0] < 0)
         for group in self._groups:
@@ -265,7 +286,7 @@ class KeptBuffers:
     # --- large buffers that do not change -----------------------------------------------------------------------
 
     def _stirred(self) -> bool:
-        """Whether a buffer that had not changed was written or replaced, by its version counter."""
+        """Whether a large buffer that had not changed before has been written or replaced, by its version counter."""
         moved = [
             name for name, still in self._still.items() if still.mark != _mark(still.table.get(still.key))
         ]
@@ -275,7 +296,11 @@ class KeptBuffers:
         return bool(moved)
 
     def _look(self) -> bool:
-        """Compare large buffers with their last value; return whether the set to copy changed. Waits for the device."""
+        """Compare large buffers with their last values, and stop copying those that did not change. Waits for the device.
+
+        Returns:
+            Whether the set of buffers to copy has changed.
+        """
         before = [*self._still]
         for name, still in [*self._still.items()]:
             buffer = still.table[still.key]
@@ -305,7 +330,7 @@ class KeptBuffers:
     # --- putting back -------------------------------------------------------------------------------------------
 
     def put_back(self, flag: Tensor | None) -> list[Restored]:
-        """Restore as in :meth:`Buffers.put_back`."""
+        """Restore this model's buffers that became non-finite; see :meth:`Buffers.put_back`."""
         found: list[Restored] = _torch.tensors.outside_dispatch_modes(
             _torch.tensors.without_grad, self._put_back, flag
         )
@@ -321,7 +346,7 @@ class KeptBuffers:
         return found
 
     def _tell(self) -> None:
-        """Warn of buffers that hold a NaN and have no copy, and of parameters that are used as buffers."""
+        """Warn of buffers that hold a NaN but have no copy, and of parameters without a gradient that hold a NaN."""
         model = self._model()
         kept = {name for group in self._groups for name in group.names}
         lost = []
@@ -363,7 +388,15 @@ class KeptBuffers:
 
 
 class _Still(NamedTuple):
-    """A large buffer that did not change, and its state when it was last compared."""
+    """A large buffer that is not copied because it does not change, and its state when it was last compared.
+
+    Attributes:
+        table: The dict of a module that holds the buffer.
+        key: The buffer's key in the dict.
+        mark: The buffer's ``id`` and version.
+        content: A checksum of its values.
+        sound: Whether it held no NaN.
+    """
 
     table: Table
     key: str
@@ -377,6 +410,6 @@ def _mark(buffer: Tensor | None) -> tuple[int, int]:
 
 
 def _content(buffer: Tensor) -> int:
-    """A checksum that changes when bits of the buffer change."""
+    """Return a checksum of a buffer's bits, by which a change is noticed."""
     values = values_of(buffer)
     return int(values.view(_INTEGERS[values.itemsize]).sum(dtype=torch.int64))

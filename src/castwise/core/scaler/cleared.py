@@ -1,11 +1,12 @@
-"""Notice updates computed from gradients that were cleared while they still held the loss scale.
+"""Notice gradients that the user's code computed from copies of scaled gradients, made before these were cleared.
 
-Gradient surgery (PCGrad, CAGrad) computes the gradients of one task after the other, keeps copies, clears them, and
-then sets a combination of the copies. If the copies held the loss scale, so does the combination. But ``zero_grad()``
-followed by the user's own gradients is legal as well (Reptile, DiLoCo, evolution strategies), and a tensor does not
-record where its values come from. So a sample of the cleared gradients is kept: gradients that are set later are taken
-to hold the scale if they have about the same size and direction. Differences of weights are smaller by orders of
-magnitude, since the updates that produced them were unscaled.
+Gradient surgery (PCGrad, CAGrad) computes the gradients of one task after the other, keeps copies of them, clears them,
+and then sets a combination of the copies. If the copies are multiplied by the loss scale, so is the combination. But it
+is legal as well to call ``zero_grad()`` and set gradients of one's own (Reptile, DiLoCo, evolution strategies). A
+tensor does not record where its values come from. So a sample of the cleared gradients is kept. Gradients that are set
+later are taken to be multiplied by the scale if they have about the same size and direction as the cleared ones.
+Differences of weights, which Reptile and DiLoCo set as gradients, are smaller by orders of magnitude, since the updates
+that produced them were unscaled.
 """
 
 from __future__ import annotations
@@ -18,31 +19,40 @@ from torch import Tensor
 from castwise.core.scaler import gradients
 
 PARAMETERS, ELEMENTS = 16, 64
-"""Number of gradients in a sample, and number of evenly spaced elements taken from each."""
+"""The number of gradients in a sample, and the number of evenly spaced elements that are taken from each."""
 _KEPT = 16
-"""How many of the last clears are remembered."""
+"""The number of samples that are kept: one for each of the last calls that cleared gradients."""
 _SMALLEST = 64.0
-"""Below this loss scale, sizes do not tell scaled from unscaled gradients."""
+"""The smallest loss scale at which scaled and unscaled gradients can be told apart by their size."""
 _SIZE, _DIRECTION = 0.02, 0.5
-"""Thresholds above which gradients count as made from cleared ones: their size relative to the largest cleared
-gradient, and the share of their length that lies in the space spanned by the cleared ones."""
+"""The thresholds above which gradients count as computed from cleared ones.
+
+The first is for their norm relative to the largest norm of the cleared ones. The second is for the share of their norm
+that lies in the space spanned by the cleared ones.
+"""
 
 
 class Cleared:
-    """Samples of an optimizer's gradients that were cleared since its last step."""
+    """Holds samples of an optimizer's gradients that were cleared since its last step while multiplied by the loss scale."""
 
     def __init__(self) -> None:
         self._samples: list[Mapping[int, Tensor]] = []
 
     def note(self, params: Sequence[Tensor], scale: float | None) -> None:
-        """Record that gradients of some parameters hold a loss scale and are about to be cleared. ``scale``: None if unknown."""
+        """Take a sample of the gradients of some parameters, which are multiplied by the loss scale and are cleared next.
+
+        ``scale`` is the loss scale, or None if the host does not know it.
+        """
         if params and (scale is None or scale >= _SMALLEST):
             some = params[:: -(-len(params) // PARAMETERS)]
             sampled = {id(p): _sample(p.grad) for p in some if p.grad is not None}
             self._samples = [*self._samples[1 - _KEPT :], sampled]
 
     def were_used_for(self, params: Sequence[Tensor]) -> bool:
-        """Whether norm and direction show that the gradients were computed from cleared ones. Waits for the device."""
+        """Whether the gradients of these parameters seem to be computed from the cleared ones, by norm and direction.
+
+        Waits for the device.
+        """
         now = [(id(p), p.grad) for p in params if p.grad is not None]
         common = [(key, grad) for key, grad in now if all(key in sample for sample in self._samples)]
         if not self._samples or not common:

@@ -1,7 +1,7 @@
-"""Steps of optimizers that evaluate the loss themselves, such as LBFGS: undone if a gradient is not finite.
+"""Undo a step of an optimizer that evaluates the loss itself, such as LBFGS, if a gradient is not finite.
 
-There are two ways: :func:`step_or_restore` if castwise calls the step, and :class:`ClosureStep` if the script does,
-where the step cannot be interrupted.
+There are two ways. :func:`step_or_restore` is used if castwise calls the step. :class:`ClosureStep` is used if the
+user's script calls the step, which then cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from castwise.core.scaler.gradients import stored
 
 
 class _NonFiniteEvaluation(Exception):
-    """An evaluation of the closure gave a non-finite gradient; the step is undone."""
+    """Raised inside a step if the closure has computed a non-finite gradient, so that the step is undone."""
 
 
 def _copy(value: Any) -> Any:
@@ -38,9 +38,9 @@ def _copy(value: Any) -> Any:
 
 
 class Snapshot:
-    """Parameters, state and options of an optimizer before a step.
+    """Holds copies of an optimizer's parameters, state and options, so that a step can be undone.
 
-    It copies all of them; only steps with a closure pay for that.
+    Everything is copied, which takes time and memory, so this is used only for steps with a closure.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -53,7 +53,7 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Restore everything; parameters, and options that are tensors, in place."""
+        """Restore the optimizer's parameters, state and options. Parameters and options that are tensors change in place."""
         with torch.no_grad():
             for parameter, value in self._values:
                 parameter.copy_(value)
@@ -73,13 +73,18 @@ def step_or_restore(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, bool]:
-    """Make a step with a closure, and undo it at the first evaluation with a non-finite gradient.
+    """Make a step with a closure, and undo it as soon as the closure has computed a non-finite gradient.
 
-    ``look`` is called after each evaluation; it unscales the gradients and returns their non-finite flags.
+    Args:
+        optimizer: The optimizer to step.
+        closure: The closure that computes the loss and its gradients.
+        look: A function that is called after each call of the closure. It unscales the gradients and returns flags that
+            are above zero if a gradient is not finite.
+        args: Arguments of ``optimizer.step`` after the closure.
+        kwargs: Keyword arguments of ``optimizer.step``.
 
     Returns:
-        What ``optimizer.step(closure, *args, **kwargs)`` returned, or None if the step was undone; and whether it was
-        undone.
+        What ``optimizer.step`` returned, or None if the step was undone; and whether it was undone.
     """
     snapshot = Snapshot(optimizer)
 
@@ -98,42 +103,54 @@ def step_or_restore(
 
 
 class Guard(Protocol):
-    """Interface to whatever handles steps that are called outside ``Amp.step``."""
+    """What :class:`ClosureStep` needs from the object that guards steps outside ``Amp.step``."""
 
     tries: int
-    """How often a closure may be evaluated again, at half the loss scale each time."""
+    """How often a closure may be called again, at half the loss scale each time."""
 
     def scale(self) -> torch.Tensor:
-        """A copy of the loss scale, 0-dim."""
+        """Return a copy of the loss scale, a 0-dim tensor."""
 
     def put_back_scale(self, scale: torch.Tensor) -> None:
         """Set the loss scale back to a value that :meth:`scale` returned."""
 
     def evaluating(self) -> AbstractContextManager[object]:
-        """Mark that a closure runs: gradients of other optimizers that it clears do not count as skipped steps."""
+        """Return a context manager for the time in which a closure runs.
+
+        Gradients of other optimizers that are cleared inside do not count as skipped steps.
+        """
 
     def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
-        """Whether a gradient is not finite; if so, all gradients are removed or replaced by zeros.
+        """Check the gradients of an optimizer after its closure ran, and remove all of them if one is not finite.
 
-        ``again``: the closure will be evaluated once more in that case.
+        Args:
+            optimizer: The optimizer.
+            again: Whether the closure will be called once more if a gradient is not finite.
+            zeros: Whether to replace the gradients by zeros instead of removing them, if the closure is not called
+                again.
+
+        Returns:
+            Whether a gradient is not finite.
         """
 
     def sync(self, optimizer: Optimizer) -> None:
-        """Copy an optimizer's masters into the model."""
+        """Copy an optimizer's fp32 masters into the model."""
 
 
 class ClosureStep:
-    """A step with a closure outside ``Amp.step`` that continues when an evaluation gives a non-finite gradient.
+    """A step with a closure that the user's script makes, outside ``Amp.step``, and that is undone if gradients overflow.
 
-    The closure is evaluated again if a smaller loss scale may help. If nothing helped, the rest of the step gets no
-    gradients and evaluates nothing, and :meth:`end` undoes what the step did meanwhile.
+    If the closure has computed a non-finite gradient, it is called again at a smaller loss scale, if that may help. If
+    nothing helped, the step cannot be interrupted. It then gets no gradients any more, its calls of the closure do
+    nothing, and :meth:`end` undoes what the step did.
 
     Args:
-        optimizer: The optimizer that steps, before its step.
-        closure: The closure that it evaluates.
-        guard: Returns the guard of the optimizer; None until the optimizer is prepared, which the closure itself may
-            do.
-        keep: Whether the step may evaluate more than once, so that it may have updated something before it fails.
+        optimizer: The optimizer that is about to step.
+        closure: The closure that was given to the optimizer.
+        guard: A function that returns the object that guards the optimizer's steps. It returns None until the optimizer
+            is prepared, which the closure itself may do.
+        keep: Whether the optimizer may call the closure more than once, so that it may have updated something before a
+            gradient overflows.
     """
 
     def __init__(
@@ -148,12 +165,12 @@ class ClosureStep:
         self._snapshot = Snapshot(optimizer) if keep else None
         self._params = stored(optimizer)
         self._loss: Any = None
-        """The last finite loss, else the first: a line search uses these numbers."""
+        """The last loss with finite gradients, or else the first loss. A line search in the optimizer uses these values."""
         self.failed = False
-        """Whether the rest of the step gets no gradients."""
+        """Whether a gradient was not finite and nothing helped, so that the step gets no gradients any more."""
 
     def evaluate(self) -> Any:
-        """The function that the optimizer calls as its closure."""
+        """Call the closure, check the gradients, and return the loss. The optimizer calls this in place of its closure."""
         tries, scale = 0, None
         while not self.failed:
             guard = self._guard()
@@ -169,7 +186,7 @@ class ClosureStep:
                 scale = guard.scale()
             try:
                 bad = guard.look_at_evaluation(self._optimizer, again=again, zeros=self._keep)
-            except BaseException:  # raises before anything has changed
+            except BaseException:  # the guard raised, and has changed nothing before
                 self.failed = True
                 self.end()
                 raise
@@ -179,16 +196,19 @@ class ClosureStep:
             self.failed, tries = not again, tries + 1
             if (
                 self.failed and scale is not None
-            ):  # no smaller scale helps, so the scale falls once, as after any step
+            ):  # smaller scales did not help, so undo all reductions but one, as after any skipped step
                 guard.put_back_scale(scale)
         return self._loss
 
     def _adds_to(self, before: Mapping[int, weakref.ref[torch.Tensor]]) -> bool:
-        """Whether the closure added to existing gradients, which another evaluation would not recompute."""
+        """Whether the closure added to existing gradients, so that calling it again would not compute them anew.
+
+        ``before`` holds the gradients before the closure was called, by the ``id`` of the parameter.
+        """
         return any(id(p) in before and p.grad is not None and before[id(p)]() is p.grad for p in self._params)
 
     def end(self) -> None:
-        """End the step; restore everything if it failed."""
+        """Undo the step if a gradient was not finite and nothing helped."""
         if self.failed and self._snapshot is not None:
             self._snapshot.restore()
             if (guard := self._guard()) is not None:
@@ -196,7 +216,7 @@ class ClosureStep:
 
 
 def _is_finite(loss: Any) -> bool:
-    """Whether a loss, or each of several, is finite; True if the closure returned none."""
+    """Whether all losses that a closure returned are finite. True if it returned none."""
     if isinstance(loss, float):
         return math.isfinite(loss)
     return all(bool(one.detach().isfinite().all()) for one in tensors_in(loss))

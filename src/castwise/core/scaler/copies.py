@@ -1,4 +1,4 @@
-"""Copies of buffers, and the comparison of buffers with their copies."""
+"""Copy buffers of a model, compare them with their copies, and restore those that became non-finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from castwise.core import _torch
 from castwise.core.scaler.result import Restored
 
 Table = dict[str, Tensor | None]
-"""The dict in which a module stores its buffers."""
+"""The dict in which a module stores its buffers (``module._buffers``)."""
 _FORMATS = frozenset((
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
@@ -20,7 +20,7 @@ _FORMATS = frozenset((
 
 
 class Copies:
-    """Copies of those buffers of one model that share a device and a format, concatenated in one tensor."""
+    """Holds copies of buffers of one model that share a device and a dtype, concatenated in one tensor."""
 
     def __init__(self) -> None:
         self.tables: list[Table] = []
@@ -29,7 +29,13 @@ class Copies:
         self._ids: list[int] = []
 
     def add(self, table: Table, key: str, name: str) -> None:
-        """Add the buffer that is stored in a module's dict."""
+        """Add a buffer to those to copy.
+
+        Args:
+            table: The dict in which its module stores it.
+            key: Its key in the dict.
+            name: Its name in the model.
+        """
         self.tables.append(table)
         self.keys.append(key)
         self.names += (name,)
@@ -38,7 +44,7 @@ class Copies:
         return [*map(dict.get, self.tables, self.keys)]
 
     def lay_out(self) -> None:
-        """Allocate copies of the current buffers."""
+        """Allocate memory for copies of the current buffers."""
         buffers = self._now()
         values = [*map(values_of, buffers)]
         device, self._dtype = values[0].device, buffers[0].dtype
@@ -66,7 +72,7 @@ class Copies:
         return values.shape == copy.shape and values.device == copy.device
 
     def copy(self) -> bool:
-        """Copy the current values; False if a buffer no longer fits its copy."""
+        """Copy the current values of all buffers; return False if a buffer no longer fits its copy."""
         now = self._now()
         ids = [*map(id, now)]
         if ids != self._ids:
@@ -78,12 +84,15 @@ class Copies:
             return True
         try:
             _torch.tensors.copy_each(self.copies, now if self._plain else [*map(values_of, now)])
-        except RuntimeError:  # it was resized in place
+        except RuntimeError:  # a buffer was resized in place
             return False
         return True
 
     def copy_sound(self) -> None:
-        """Copy those buffers that did not become non-finite; copy nothing if one does not fit."""
+        """Copy the current values of the buffers that did not become non-finite.
+
+        Nothing is copied if a buffer no longer fits its copy.
+        """
         now = self._now()
         if all(map(self.fits, now, self.copies)):
             flat = torch.cat([values_of(buffer).reshape(-1) for buffer in now])
@@ -91,7 +100,7 @@ class Copies:
             self._ids = [*map(id, now)]
 
     def has_new_nan(self) -> Tensor:
-        """Whether a buffer holds a NaN where its copy holds none: a 0-dim bool on the device."""
+        """Return a 0-dim bool tensor on the device: whether a buffer holds a NaN where its copy holds none."""
         flat = torch.cat([
             (values_of(buffer) if self.fits(buffer, copy) else copy).reshape(-1)
             for buffer, copy in zip(self._now(), self.copies, strict=True)
@@ -104,7 +113,8 @@ class Copies:
         fitting = [True] * len(now)
         if [*map(id, now)] != self._ids:
             fitting = [*map(self.fits, now, self.copies)]
-        # through .data: a graph of this window may have saved a buffer, and backward would raise if its version had changed
+        # Written through .data: an autograd graph may have saved a buffer, and its backward would raise if the buffer's
+        # version had changed.
         values = [
             (buffer if self._plain else values_of(buffer)).data if fits else copy
             for buffer, copy, fits in zip(now, self.copies, fitting, strict=True)
@@ -133,18 +143,25 @@ class Copies:
         return found
 
     def _worse(self, flat: Tensor) -> Tensor:
-        """For each buffer, whether an element is non-finite where the copy's is finite, or NaN where the copy's is infinite."""
+        """Return a bool tensor with an element for each buffer: whether the buffer became non-finite since it was copied.
+
+        That is the case if an element is non-finite where the copy is finite, or NaN where the copy is infinite.
+        """
         new, old = _numbers(flat, self._dtype), _numbers(self._flat, self._dtype)
         worse = (~new.isfinite() & old.isfinite()) | (new.isnan() & ~old.isnan())
         counts = nn.functional.pad(worse.cumsum(0, dtype=torch.int32), (1, 0))
         return counts[self._ends].diff() > 0
 
     def _spread(self, by_buffer: Tensor) -> Tensor:
-        """Expand a value per buffer to a value per element."""
+        """Expand a tensor with one value for each buffer to one value for each element of the concatenated buffers."""
         return by_buffer.repeat_interleave(self._lengths, output_size=self._flat.numel())
 
     def _replace(self, at: int, buffer: Tensor | None) -> bool:
-        """Replace a buffer of another shape or format by its copy; return whether only the buffer was non-finite."""
+        """Replace a buffer whose shape or dtype has changed by its copy, if the buffer is non-finite and the copy finite.
+
+        Returns:
+            Whether the buffer was replaced.
+        """
         copy = self.copies[at]
         if buffer is None or not is_kept(buffer) or _is_finite(buffer):
             return False
@@ -158,7 +175,11 @@ class Copies:
 
 
 def empty_again(table: Table, key: str) -> bool:
-    """Set a buffer to None again if it was None and is non-finite now; return whether it was. Waits for the device."""
+    """Set a buffer that was None before to None again, if it is non-finite now. Waits for the device.
+
+    Returns:
+        Whether the buffer was set to None.
+    """
     buffer = table[key]
     if buffer is None or not is_kept(buffer) or _is_finite(buffer):
         return False
@@ -167,8 +188,8 @@ def empty_again(table: Table, key: str) -> bool:
 
 
 def is_kept(buffer: Tensor) -> bool:
-    """Whether a buffer can be copied: a floating dtype, dense, with memory for each element."""
-    if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # DTensors have such a mesh
+    """Whether a buffer can be copied: it has a floating dtype, is dense, and has memory of its own for each element."""
+    if type(buffer) is not Tensor and not hasattr(buffer, "placements"):  # DTensors have placements
         return False
     if buffer.dtype not in _FORMATS or not _torch.tensors.is_dense(buffer) or buffer.is_meta:
         return False
@@ -179,7 +200,7 @@ def is_kept(buffer: Tensor) -> bool:
 
 
 def values_of(buffer: Tensor) -> Tensor:
-    """The local values of a buffer, in the same memory, as real numbers or as bytes that can be copied."""
+    """Return the values of a buffer on this rank, as a view of real numbers, or of bytes for an fp8 buffer."""
     if hasattr(buffer, "placements"):
         buffer = _torch.distributed.local_tensor(buffer)
     if buffer.is_complex():

@@ -1,4 +1,4 @@
-"""The state of each optimizer's gradients between two updates of the scale: a stage and non-finite flags."""
+"""Record for each optimizer whether its gradients were unscaled since the last update of the scale, and were finite."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def _fresh() -> dict[str, Any]:
 
 
 class Flags:
-    """Which optimizers have unscaled or stepped since the last update, and whether their gradients were finite.
+    """Records which optimizers have unscaled or stepped since the last update of the scale, with finite gradients or not.
 
-    There is one record per optimizer, in torch's form: its stage, and a flag (0-dim fp32) for each device of its
-    gradients, above zero if a gradient there is not finite. Nothing here reads gradients or waits for the device.
+    There is one record for each optimizer, in the form of torch's GradScaler. It holds the stage (ready, unscaled or
+    stepped) and a flag for each device of the optimizer's gradients. A flag is a 0-dim fp32 tensor that is above zero
+    if a gradient on that device is not finite. No method reads gradients or waits for the device.
 
     Attributes:
         states: The records, by the optimizers' ``id``.
@@ -32,7 +33,7 @@ class Flags:
         self.restart()
 
     def restart(self) -> None:
-        """Start with new records; existing results may still hold the old ones."""
+        """Start with new records, and leave the old ones unchanged, since results of earlier steps may hold them."""
         self.states: dict[int, dict[str, Any]] = defaultdict(_fresh)
 
     def forget(self, optimizer: Optimizer) -> None:
@@ -40,43 +41,46 @@ class Flags:
         self.states.pop(id(optimizer), None)
 
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's gradients are unscaled and it has not stepped since."""
+        """Whether an optimizer's gradients have been unscaled and the optimizer has not stepped since then."""
         state = self.states.get(id(optimizer))
         return state is not None and state["stage"] is OptState.UNSCALED
 
     def of(self, optimizers: Iterable[Optimizer] | None = None) -> list[torch.Tensor]:
-        """The flags of these optimizers, or of all: one for each optimizer and device."""
+        """Return the flags of these optimizers, or of all optimizers, one for each optimizer and device."""
         states = self.states
         some = states.values() if optimizers is None else [states[id(optimizer)] for optimizer in optimizers]
         return [flag for state in some for flag in state["found_inf_per_device"].values()]
 
     def joint(self, optimizers: Iterable[Optimizer], device: torch.device) -> torch.Tensor:
-        """Whether a gradient of any of these optimizers is not finite: one new flag, on ``device``."""
+        """Return a new flag on ``device`` that is above zero if a gradient of any of these optimizers is not finite."""
         return gradients.largest(self.of(optimizers), device).clone()
 
     def set(self, optimizers: Iterable[Optimizer], flag: torch.Tensor) -> None:
-        """Replace the flags of these optimizers by one flag, such as the one that all ranks agreed on."""
+        """Replace all flags of these optimizers by copies of ``flag``, for example of the one that all ranks agreed on."""
         for optimizer in optimizers:
             held = self.states[id(optimizer)]["found_inf_per_device"]
             for device in held or (flag.device,):
                 held[device] = flag.to(device, copy=True)
 
     def join(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make optimizers whose gradients are unscaled step or skip together."""
+        """Make these optimizers step or skip together, by giving each the maximum of all their flags."""
         flags = self.of(optimizers)
         if len(flags) > 1:
             joint = gradients.largest(flags, flags[0].device)
             self.set([optimizer for optimizer in optimizers if self.of((optimizer,))], joint)
 
     def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
-        """Flag these optimizers if the norm of all their gradients is not finite."""
+        """Set the flags of these optimizers if the norm of all their gradients is not finite."""
         flag = (~torch.isfinite(norm.detach())).float()
         for optimizer in optimizers:
             devices = self.states[id(optimizer)]["found_inf_per_device"] or (flag.device,)
             self.add(id(optimizer), {device: flag.to(device, copy=True) for device in devices})
 
     def add(self, key: int, flags: Mapping[torch.device, torch.Tensor]) -> None:
-        """Record that an optimizer's gradients are unscaled, and add flags to its record; the optimizer is given by ``id``."""
+        """Record that an optimizer's gradients are unscaled, and add flags to its record.
+
+        ``key`` is the ``id`` of the optimizer.
+        """
         state = self.states[key]
         state["stage"], known = OptState.UNSCALED, state["found_inf_per_device"]
         for device, flag in flags.items():

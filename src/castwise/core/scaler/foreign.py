@@ -1,7 +1,7 @@
 """Convert the loss-scaler state dicts of Apex and Colossal-AI to and from torch's.
 
-Values that a foreign format does not hold are arguments or defaults given in the docstrings (Apex saves no factors;
-Colossal-AI saves no growth tracker under that name). Fields that castwise does not know raise an error.
+Apex saves no factors, and Colossal-AI saves no growth tracker under that name. Such values are arguments, or have the
+defaults that the docstrings give. Fields that castwise does not know raise an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def from_apex(
     Args:
         state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
         names: Names of the losses, in Apex's order of ``loss_id``; further ones are called ``loss1``, ``loss2``, ...
-        growth_interval: Apex does not save it; Apex's default is 2000.
+        growth_interval: The number of updates with finite gradients before the scale grows, which Apex does not save.
+            Apex's default is 2000.
 
     Raises:
         CheckpointError: The state has other keys, or none.
@@ -75,10 +76,10 @@ def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the state of Colossal-AI's naive ``DynamicGradScaler`` for :meth:`castwise.GradScaler.load_state_dict`.
 
     Args:
-        state: Its ``state_dict()``, whose fields differ between releases: ``scale`` (a tensor of one element or a
-            number) and any of growth_factor, backoff_factor, growth_interval, growth_step, hysteresis_step, each
-            with or without a leading underscore. min_scale, max_scale and hysteresis are constructor arguments
-            and are ignored.
+        state: The scaler's ``state_dict()``, whose fields differ between releases. It must have ``scale`` (a tensor of
+            one element or a number). It may have any of growth_factor, backoff_factor, growth_interval, growth_step and
+            hysteresis_step, each with or without a leading underscore. min_scale, max_scale and hysteresis are
+            arguments of the constructor and are ignored.
 
     Raises:
         CheckpointError: There is an unknown field, or no scale.
@@ -105,8 +106,9 @@ def to_colossalai(state: Mapping[str, Any], *, hysteresis: int = 2) -> dict[str,
     """Convert the state of a :class:`castwise.GradScaler` for Colossal-AI's ``DynamicGradScaler.load_state_dict``.
 
     Args:
-        state: The result of ``state_dict()``. Only the first loss is converted: Colossal-AI has one.
-        hysteresis: The scaler's argument, which Colossal-AI saves with its state; its default is 2.
+        state: The result of ``state_dict()``. Only the first loss is converted, since Colossal-AI has only one.
+        hysteresis: The argument ``hysteresis`` of Colossal-AI's scaler, which it saves with its state. Its default is
+            2.
 
     Returns:
         The fields that Colossal-AI reads, with the scale as an fp32 tensor of shape ``[1]``, and the counters,

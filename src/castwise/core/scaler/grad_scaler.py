@@ -1,4 +1,4 @@
-"""``castwise.GradScaler``: torch's GradScaler with additions."""
+"""Define ``castwise.GradScaler``, which extends torch's GradScaler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from castwise.core.scaler.unscaling import Unscaling
 from castwise.errors import PlanError, StateError
 
 STEPPED = StepResult(None)
-"""The outcome of a step that the host knows to have been made."""
+"""The result of every step of which the host knows at once that it was made, not skipped."""
 _Outputs = TypeVar("_Outputs", bound=torch.Tensor | Iterable[torch.Tensor])
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -32,38 +32,45 @@ _TINY = torch.finfo(torch.float32).tiny
 class GradScaler(_torch.grad_scaler.OpenGradScaler):
     """A loss scaler that behaves like ``torch.amp.GradScaler`` by default and has more options.
 
-    Beyond torch: hysteresis, a floor and a ceiling; a scale per named loss; agreement between ranks on non-finite
-    gradients; closures; the outcome of a step (:meth:`result_of`, :attr:`previous_skipped`) without waiting for the
-    device; an error that names parameters when the scale is at its floor and gradients still overflow. A loss in a
-    low format is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
+    It adds to torch's scaler:
 
-    Two defaults differ from torch: after ``patience`` windows it raises, where torch skips for ever; and if gradients
-    are DTensors, the ranks of all their meshes skip together, where torch reduces over the mesh of the first gradient
-    only.
+    - hysteresis, a floor and a ceiling of the scale
+    - a separate scale for each named loss
+    - agreement between ranks on non-finite gradients
+    - steps of optimizers that take a closure
+    - the outcome of a step (:meth:`result_of`, :attr:`previous_skipped`) without waiting for the device
+    - an error that names parameters when the scale is at its floor and gradients still overflow
+
+    A bf16 or fp16 loss is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
+
+    Two defaults differ from torch. After ``patience`` skips in a row it raises, where torch skips for ever. If
+    gradients are DTensors, the ranks of all their meshes skip together, where torch reduces over the mesh of the first
+    gradient only.
 
     Args:
         device: Device type of the gradients.
-        init_scale: First scale.
-        growth_factor: Factor after ``growth_interval`` updates with finite gradients, > 1.
-        backoff_factor: Factor after an update with non-finite gradients, < 1.
+        init_scale: The first scale.
+        growth_factor: Factor by which the scale grows after ``growth_interval`` updates with finite gradients, > 1.
+        backoff_factor: Factor by which the scale shrinks after an update with non-finite gradients, < 1.
         growth_interval: Number of updates in a row with finite gradients before the scale grows.
-        enabled: False passes everything through.
-        hysteresis: Overflows before the scale shrinks; counted until it grows.
+        enabled: Whether to scale at all. False passes everything through.
+        hysteresis: Number of updates with non-finite gradients before the scale shrinks. They are counted until the
+            scale grows.
         floor: Smallest scale, or None as in torch.
         ceiling: Largest scale, or None as in torch.
         dynamic: False keeps the scale constant; steps with non-finite gradients are still skipped.
-        reduce: Called with each 0-dim fp32 flag, to replace it by the maximum over all ranks that act together: in
-            place, or by returning it.
-        process_group: Instead of ``reduce``, a process group whose ranks agree by an all-reduce. With neither, the
-            ranks of DTensor gradients' meshes agree.
+        reduce: A function that makes ranks agree on non-finite gradients. It is called with each flag, a 0-dim fp32
+            tensor, and replaces it by the maximum over all ranks that act together: in place, or by returning it.
+        process_group: A process group whose ranks agree by an all-reduce, to give instead of ``reduce``. With neither,
+            the ranks of DTensor gradients' meshes agree.
         allow_fp16_grads: Unscale fp16 gradients too, for parameters that are stored in fp16 without masters.
-        patience: Windows in a row with non-finite gradients, the last at the floor, before
-            :class:`~castwise.errors.LossScaleError`. Without a floor, the smallest normal fp32 number counts as the
-            floor; a scale that is not dynamic is always at its floor.
+        patience: Number of updates in a row with non-finite gradients, the last with the scale at its floor, at which
+            :class:`~castwise.errors.LossScaleError` is raised. Without a floor, the smallest normal fp32 number counts
+            as the floor. A scale that is not dynamic is always at its floor.
 
     Raises:
-        PlanError: Limits that contradict each other or ``init_scale``.
-        LossScaleError: From :meth:`step`, at the floor.
+        PlanError: The limits contradict each other or ``init_scale``.
+        LossScaleError: From :meth:`step`, if gradients still overflow with the scale at its floor.
         StateError: From :meth:`scale`, if gradients of losses with different scales would be added.
     """
 
@@ -104,26 +111,30 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         # Whether losses are multiplied by the scale.
         self.scales = self.works
         self._limits = limits
-        # Torch's kernel does the update (except for the bounds), unless overflows are counted or the scale is constant.
+        # Torch's kernel updates the scale (except for floor and ceiling), unless there is hysteresis or the scale is constant.
         self._by_torch = dynamic and hysteresis == 1
         self._overridden = type(self).unscale_ is not torch.amp.GradScaler.unscale_
         self.param_names: Callable[[], Mapping[int, str]] | None = None
-        # Whether a step was made in a window that updates by itself, so that the scale is the one after that update.
+        # Given by a Window, which calls update() only when the next backward begins: whether that update is due, so that
+        # users who ask for the scale get the one after it.
         self.is_over: Callable[[], bool] | None = None
-        # Whether the scale was read since the last step; the reader may divide gradients by it.
+        # Whether get_scale() was called since the last step. The caller may divide gradients by the scale.
         self.asked = False
-        # Flags of gradients that were cleared without a step, in a window that updates by itself.
+        # Given by a Window: the flags of gradients that were unscaled and then cleared without a step.
         self.left_out: Callable[[], list[torch.Tensor]] = list
-        # Losses whose unscaled gradients were returned in such a window and not set yet, with their flags.
+        # Given by a Window: losses whose unscaled gradients were returned to the user, and their flags.
         self.returned: Callable[[], list[tuple[str, torch.Tensor]]] = list
-        # The inverse scale used last, and its scale if the host knows it.
+        # The scale whose inverse was computed last, if the host knows it, and that inverse.
         self._inverse: tuple[float | None, torch.Tensor | None] = (None, None)
         self._outcomes = Outcomes(eager=floor is not None)
         self._patience = patience
 
     @classmethod
     def from_loss_scale(cls, loss_scale: LossScale, device: str = "cuda", **extras: Any) -> GradScaler:
-        """Build a scaler from a plan's :class:`~castwise.LossScale`; ``extras`` as in the constructor."""
+        """Create a scaler from a plan's :class:`~castwise.LossScale`.
+
+        ``extras`` are further arguments of the constructor.
+        """
         return cls(
             device,
             loss_scale.init,
@@ -154,7 +165,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         )
 
     def get_scale(self, name: str = DEFAULT) -> float:
-        """The scale of a loss; 1.0 when disabled. Synchronises with the device."""
+        """Return the scale of a loss as a number, or 1.0 when disabled. Synchronises with the device."""
         self.asked = True
         return self._state_now()(name).scale if self.scales else 1.0
 
@@ -163,15 +174,24 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return self.state_after_update if over else self._losses.state_of
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """The scale of a loss, by default in this window: a 0-dim fp32 tensor on the device. Does not wait for the device."""
+        """Return the scale of a loss as a 0-dim fp32 tensor on the device, without waiting for the device.
+
+        Without a name, the loss is the one that was scaled last.
+        """
         return self._losses.scale_tensor(name)
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
-        """The state of a loss after an update with this outcome. Changes nothing; synchronises."""
+        """Return the state that the scale of a loss would have after one more update, and change nothing.
+
+        ``found_inf`` says whether gradients are not finite in that update. Synchronises with the device.
+        """
         return next_state(self._losses.state_of(name), found_inf, self.policy)
 
     def state_after_update(self, name: str = DEFAULT) -> ScaleState:
-        """The state of a loss after :meth:`update`, given the steps so far. Changes nothing; synchronises."""
+        """Return the state that the scale of a loss would have if :meth:`update` were called now, and change nothing.
+
+        Synchronises with the device.
+        """
         state = self._losses.state_of(name)
         if any(bool(flag > 0) for of, flag in self.returned() if of == name):
             state = next_state(state, True, self.policy)
@@ -181,7 +201,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return next_state(state, bool(flag > 0), self.policy)
 
     def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
-        """The losses whose scales :meth:`update` will change, and whether one of their gradients was not finite."""
+        """Return the losses whose scales :meth:`update` will update, each with the flag whether a gradient was not finite."""
         found = [*self._flags.of(), *left_out]
         if not found:
             return {}
@@ -189,7 +209,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         flag = gradients.largest(found, self._losses.scale_tensor().device)
         if not flags:
             return {name: flag}
-        # An overflow that no single loss caused arose at the window's scale, when gradients were rescaled or added.
+        # If the flags of single losses do not explain an overflow, it arose when gradients were rescaled or added. That
+        # happened at the scale of the loss that was scaled first, so the overflow counts for this loss.
         known = gradients.largest([*flags.values()], flag.device)
         return {**flags, name: torch.maximum(flags[name].to(flag.device), (flag > known).float())}
 
@@ -243,15 +264,17 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         params: Callable[[], Iterable[torch.Tensor]] | Iterable[torch.Tensor],
         **kwargs: Any,
     ) -> None:
-        """Scale a loss and compute its gradients; gradients of losses with other scales stay separate.
+        """Scale a loss by the scale of ``name`` and compute its gradients, so that losses with other scales can follow.
 
-        The first loss of a window costs nothing extra. For any further one the existing gradients are set aside, the
-        new ones are checked, rescaled to the window's scale in their dtype, and added.
+        The first loss after an update costs nothing extra. For any further loss, the existing gradients are set aside.
+        The new gradients are checked, rescaled to the scale of the first loss in their dtype, and added to the existing
+        ones.
 
         Args:
             loss: Scalar.
             name: Name of the loss, which selects the scale.
-            params: Parameters that this or an earlier loss of the window reaches, or a function that returns them.
+            params: The parameters that this loss, or an earlier loss since the last update, reaches. Or a function that
+                returns them.
             kwargs: As in ``Tensor.backward``.
         """
         losses, base = self._losses, self._losses.opened_by
@@ -279,7 +302,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             gradients.add_up(aside)
 
     def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """The flag of the first loss of the window, from its gradients and from steps made."""
+        """Return the flag of the loss that was scaled first since the last update, from its gradients and steps made."""
         home = self._losses.scale_tensor().device
         now = self._unscaling.agreed(gradients.check_and_multiply(grads, None, home))
         return gradients.largest([now, *self._flags.of()], home)
@@ -297,16 +320,16 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def step(
         self, optimizer: Optimizer, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Unscale unless already unscaled, then step, or skip if a gradient is not finite.
+        """Unscale the gradients unless they are unscaled already, then step, or skip if a gradient is not finite.
 
         Args:
-            optimizer: An optimizer whose gradients belong to this window.
-            args: For ``optimizer.step``; a function as the first is taken as ``closure``.
-            closure: Evaluates the loss: clears gradients, computes the loss, calls ``scaler.scale(loss).backward()``
-                and returns the loss. Gradients are unscaled and checked at each evaluation; at the first non-finite
-                one, parameters and state are restored, and the step counts as skipped.
-                Gradients that were computed earlier in this window (as SAM does) are unscaled first.
-            kwargs: For ``optimizer.step``.
+            optimizer: An optimizer whose gradients were computed since the last update.
+            args: Arguments for ``optimizer.step``. If the first is a function, it is taken as ``closure``.
+            closure: A function that clears gradients, computes the loss, calls ``scaler.scale(loss).backward()`` and
+                returns the loss. Gradients are unscaled and checked each time it is called. At the first non-finite
+                gradient, parameters and optimizer state are restored, and the step counts as skipped. Gradients that
+                were computed before the step (as SAM does) are unscaled first.
+            kwargs: Arguments for ``optimizer.step``.
 
         Returns:
             What ``optimizer.step`` returned, or None if it was skipped.
@@ -336,10 +359,12 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return value
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Record a step outside :meth:`step`. Returns None if a fused kernel decides on the device whether it was skipped.
+        """Record whether a step of an optimizer was skipped.
+
+        ``skipped`` is None if a fused kernel decides on the device, so that the host does not know.
 
         Raises:
-            LossScaleError: As for :meth:`step`.
+            LossScaleError: Gradients have been non-finite ``patience`` times in a row with the scale at its floor.
         """
         if skipped is not None:
             self._outcomes.skips[id(optimizer)] = skipped
@@ -351,14 +376,17 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
                 self._refuse_to_go_on(optimizer)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Step or skip as :meth:`step` does, and also return the outcome."""
+        """Step or skip as :meth:`step` does, and return the outcome."""
         self.step(optimizer, closure=closure)
         if not self.works or self._outcomes.skips.get(id(optimizer)) is False:
             return STEPPED
         return self.result_of(optimizer)
 
     def _plain_step(self, optimizer: Optimizer) -> Any:
-        """Torch's step for an optimizer that does not unscale by itself, without checks that cannot apply here."""
+        """Step or skip as torch's GradScaler does, for an optimizer that does not unscale by itself.
+
+        Unlike torch's method, it leaves out checks that cannot apply here.
+        """
         self.check_scaled("step")
         state = self._flags.states[id(optimizer)]
         if state["stage"] is OptState.READY:
@@ -373,7 +401,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return value
 
     def _unscaled(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        """Divide the optimizer's gradients by the window's scale; returns flags."""
+        """Divide an optimizer's gradients by the scale, and return for each device the flag whether one is not finite."""
         scale = self.check_scaled("step")
         value = peek(scale)
         of, inverse = self._inverse
@@ -384,7 +412,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return self._unscaling.unscale(optimizer, inverse, found, allow_fp16=False)
 
     def note_unscaled(self, optimizer: Optimizer) -> None:
-        """Record an optimizer's gradients as unscaled, whatever their source, and check them for infinities."""
+        """Record an optimizer's gradients as unscaled, wherever they come from, and check whether they are finite."""
         one = gradients.number(1.0, self._losses.scale_tensor().device)
         found = self._unscaling.unscale(optimizer, one, torch.zeros_like(one), allow_fp16=True)
         self._flags.add(id(optimizer), found)
@@ -408,7 +436,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return value
 
     def _refuse_to_go_on(self, optimizer: Optimizer) -> None:
-        """Raise if a scale that overflows again and again cannot shrink any more."""
+        """Raise if the scale of a loss whose gradients overflow again and again cannot shrink any more."""
         found = self._flags.joint((optimizer,), self._losses.scale_tensor().device)
         limits = self._limits
         floor = _TINY if limits.floor is None else limits.bounded(limits.floor)
@@ -430,22 +458,30 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         )
 
     def non_finite_params(self, optimizer: Optimizer) -> list[str]:
-        """Names of the parameters whose gradients now contain an infinity or a NaN. Synchronises with the device."""
+        """Return the names of an optimizer's parameters whose gradients now contain an infinity or a NaN.
+
+        Synchronises with the device.
+        """
         names = self.param_names() if self.param_names is not None else {}
         return gradients.non_finite_params(optimizer, names)
 
     def non_finite_weights(self, optimizer: Optimizer) -> list[str]:
-        """Names of the parameters that hold an infinity or a NaN themselves. Synchronises with the device."""
+        """Return the names of an optimizer's parameters that hold an infinity or a NaN themselves.
+
+        Synchronises with the device.
+        """
         names = self.param_names() if self.param_names is not None else {}
         return gradients.non_finite_weights(optimizer, names)
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
     def result_of(self, *optimizers: Optimizer, grad_norm: torch.Tensor | None = None) -> StepResult:
-        """The outcome of the last steps of these optimizers, in this window or the one before.
+        """Return the joint outcome of the last steps of these optimizers.
+
+        Each must have stepped since the last :meth:`update`, or between the last two.
 
         Raises:
-            StateError: An optimizer was stepped in neither window.
+            StateError: An optimizer has not stepped since then.
         """
         if not self.works:
             return StepResult(None, grad_norm=grad_norm)
@@ -454,24 +490,25 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
     @property
     def last_result(self) -> StepResult | None:
-        """The outcome of the last step of any optimizer; None before the first or when disabled."""
+        """The outcome of the last step of any optimizer; None before the first step or when disabled."""
         key = self._outcomes.last_stepped
         return None if key is None else self._outcomes.result(self._flags.states, key)
 
     @property
     def previous_skipped(self) -> bool | None:
-        """Whether a step was skipped in the window that the last :meth:`update` closed; None before the first.
+        """Whether a step was skipped between the last two calls of :meth:`update`; None before the first call.
 
-        Does not synchronise while the device is at most one step behind: after the first read, outcomes are copied to
-        the host in the background.
+        Reading this does not synchronise while the device is at most one step behind, because outcomes are copied to
+        the host in the background after the first read.
         """
         return self._outcomes.previous_skipped
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update every scale used in this window by its outcome, and open the next window.
+        """Update the scale of every loss that was scaled since the last update: grow, shrink or keep it.
 
         Args:
-            new_scale: Set this scale instead, for the loss that opened the window, or else for the default loss.
+            new_scale: A scale to set instead, for the loss that was scaled first since the last update, or for the
+                default loss if none was.
         """
         if not self.scales:
             return
@@ -487,9 +524,10 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         elif self._by_torch and not flags and len(states) < 2:
             self._update_alone(states)
             if self._limits.ceiling is not None or [*self._outcomes.skips.values()] != [False]:
-                self._clamp()  # rounding may have moved it towards a limit
+                self._clamp()  # torch's kernel knows no floor and ceiling
         else:
-            # Not torch's function: it adds the flags of several optimizers into the first, which a result may still hold.
+            # Torch's update() is not used here: it adds the flags of several optimizers in place to the first flag, which
+            # a StepResult may still hold.
             self.check_scaled("update")
             outcome = self._outcome()
             if not outcome:
@@ -503,13 +541,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         self._outcomes.close(states, losses, restart=new_scale is not None)
 
     def note_dropped(self, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], stepped: bool) -> None:
-        """Record gradients that were unscaled and then cleared; update the scale if they were not finite.
+        """Record gradients that were unscaled and then cleared without a step, and shrink the scale if they overflowed.
 
-        That is an overflow, although no step was skipped; finite ones change nothing.
+        Finite gradients change nothing.
 
         Args:
             dropped: The flags of each optimizer's gradients, by the optimizer's ``id``.
-            stepped: Steps were made in this window, so :meth:`update` will be called in any case.
+            stepped: Whether steps were made since the last update, so that :meth:`update` will be called in any case.
         """
         for key, flags in dropped.items():
             bad = read_on_host(flags.values())
@@ -522,13 +560,16 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             self.update()
 
     def note_left(self, returned: dict[str, torch.Tensor]) -> None:
-        """Update the scales of losses whose gradients were returned and not finite, and were never set on parameters."""
+        """Shrink the scales of losses whose gradients were returned to the user and were not finite.
+
+        These gradients were never set on parameters. ``returned`` holds the flag of each loss, by its name.
+        """
         if self._limits.dynamic:
             self._losses.hold_back(returned)
             self._losses.move(returned, self.policy)
 
     def _update_alone(self, states: dict[int, dict[str, Any]]) -> None:
-        """Torch's update for one optimizer on the scale's device, without checks that cannot apply."""
+        """Update the scale with torch's kernel after steps of at most one optimizer, without checks that cannot apply."""
         scale, tracker = self._losses.current.scale, self._losses.current.growth_tracker
         for state in states.values():
             flags = state["found_inf_per_device"]
@@ -548,7 +589,10 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state, with further keys if hysteresis or further losses are used. Synchronises."""
+        """Return the state as torch's GradScaler does, with further keys if hysteresis or further losses are used.
+
+        Synchronises with the device.
+        """
         if not self.scales:
             return {}
         state_of = self._state_now()
@@ -559,7 +603,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return {**super().state_dict(), **first, **({"losses": losses} if losses else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of torch's scaler. Scales outside floor and ceiling are clamped."""
+        """Load a state of this class or of torch's GradScaler, and clamp scales to floor and ceiling."""
         if self.scales:
             super().load_state_dict(state_dict)
             self._losses.load(state_dict, self._limits)

@@ -1,4 +1,7 @@
-"""Operations on gradients, and the names of their parameters; nothing here waits for the device unless its docstring says so."""
+"""Read, check, multiply and set aside gradients of optimizers.
+
+No function waits for the device unless its docstring says so.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ _dtype = operator.attrgetter("dtype")
 
 
 def lift_low(outputs: Any) -> Any:
-    """Convert outputs in low formats to fp32, so that they are scaled in fp32; the structure is kept.
+    """Convert bf16 and fp16 tensors in a structure to fp32, so that they are scaled in fp32.
 
-    0-dim tensors are left alone: torch promotes their product with a scale itself.
+    0-dim tensors are left unchanged, since torch promotes their product with a scale itself.
     """
     if isinstance(outputs, torch.Tensor):
         return outputs.float() if outputs.dtype in LOW_DTYPES and outputs.dim() else outputs
@@ -30,26 +33,29 @@ def lift_low(outputs: Any) -> Any:
 
 
 def held(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The gradients currently on an optimizer's parameters."""
+    """Return the gradients that an optimizer's parameters have now."""
     return [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
 
 
 def stored(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The model's parameters that an optimizer updates: those behind its masters, and its others."""
+    """Return the model's own parameters that an optimizer updates, also those that it updates through fp32 masters."""
     return [getattr(p, "stored", p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def on_each(optimizer: Optimizer) -> list[torch.Tensor | None]:
-    """For each parameter of an optimizer, its gradient as a backward left it.
+    """Return the gradient of each parameter of an optimizer as the backward pass left it, or None.
 
-    For a parameter with a master this is the gradient of the model's parameter, in any format: reading it changes
-    nothing.
+    For a parameter with an fp32 master, this is the gradient of the model's own parameter, in whatever dtype it has.
+    Reading the gradient of the master instead could convert it to fp32.
     """
     return [parameter.grad for parameter in stored(optimizer)]
 
 
 def ends(optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The first and the last gradient on an optimizer's parameters; reading them changes nothing."""
+    """Return the first and the last gradient of an optimizer's parameters, or None if there are none.
+
+    The gradients are those of the model's own parameters, as in :func:`on_each`.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             first = getattr(parameter, "stored", parameter).grad
@@ -63,21 +69,25 @@ def ends(optimizer: Optimizer) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def lie_on(optimizer: Optimizer) -> bool:
-    """Whether any parameter of an optimizer has a gradient; reading it changes nothing."""
+    """Whether any parameter of an optimizer has a gradient, found out without reading the gradient of an fp32 master."""
     return any(
         getattr(p, "stored", p).grad is not None for group in optimizer.param_groups for p in group["params"]
     )
 
 
 def move(optimizer: Optimizer) -> bool:
-    """Whether any gradient of an optimizer is not zero; libraries step on zero gradients to create optimizer state."""
+    """Whether any gradient of an optimizer is not zero. Waits for the device.
+
+    If all are zero, the step may be one by which a library only creates optimizer state.
+    """
     return any(bool(values(grad).any()) for grad in on_each(optimizer) if grad is not None)
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
-    """The local values of a gradient as dense real numbers: the shard of a DTensor, the values of a sparse gradient.
+    """Return the values of a gradient on this rank as a dense tensor of real numbers, in the same memory.
 
-    A lazily conjugated gradient is returned as stored in memory, so that it can be multiplied in place.
+    Of a DTensor, it is this rank's shard; of a sparse gradient, its values. A lazily conjugated gradient is returned as
+    it is stored in memory, so that it can be multiplied in place.
     """
     grad = _torch.tensors.dense_values(
         _torch.distributed.local_tensor(grad) if type(grad) is not torch.Tensor and _is_whole(grad) else grad
@@ -86,7 +96,7 @@ def values(grad: torch.Tensor) -> torch.Tensor:
 
 
 def mesh_groups(optimizer: Optimizer) -> list[Any]:
-    """The process groups of all meshes of an optimizer's DTensor gradients, each once."""
+    """Return the process groups of all device meshes of an optimizer's DTensor gradients, each once."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     found = (getattr(grad, "device_mesh", None) for grad in held(optimizer))
@@ -95,18 +105,18 @@ def mesh_groups(optimizer: Optimizer) -> list[Any]:
 
 
 def number(value: float, device: torch.device | str) -> torch.Tensor:
-    """A flag or factor as 0-dim fp32, independent of the default dtype, as the kernels require."""
+    """Return a number as a 0-dim fp32 tensor, whatever torch's default dtype is, as the kernels require."""
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """One over a scale, rounded once: 0-dim fp32 on its device."""
+    """Return one over a scale, a 0-dim fp32 tensor on its device. It is rounded once, from fp64 if the device has it."""
     wide = scale if scale.device.type == "mps" else scale.double()  # such a device has no fp64
     return wide.reciprocal().float()
 
 
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The maximum of some 0-dim flags, on ``device``; zero if there are none."""
+    """Return the maximum of 0-dim flags as a tensor on ``device``, or zero if there are none."""
     if not flags:
         return number(0.0, device)
     here = [flag.to(device, non_blocking=True) for flag in flags]
@@ -116,15 +126,15 @@ def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 def check_and_multiply(
     grads: Sequence[torch.Tensor], factor: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Multiply gradients in place, each in its dtype, and return whether one was not finite: unscaling in one pass.
+    """Multiply gradients in place, each in its dtype, and return whether one was not finite.
 
     Args:
         grads: Gradients on any devices, of any floating dtypes; sparse gradients may be uncoalesced.
-        factor: 0-dim fp32; None for one.
+        factor: The factor, 0-dim fp32. None only checks.
         device: Device of the flag.
 
     Returns:
-        0-dim fp32 flag: one where a gradient was not finite before.
+        A 0-dim fp32 flag that is one if a gradient was not finite before.
     """
     factor = number(1.0, device) if factor is None else factor
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
@@ -142,14 +152,14 @@ def check_and_multiply(
 def unscale_plain(
     optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool = False
 ) -> bool:
-    """Torch's unscaling for the usual case, dense gradients that are all on the scale's device, with less overhead.
+    """Unscale an optimizer's gradients if all are dense and on the device of the loss scale, which is the usual case.
 
-    For a DTensor it checks only this rank's shard: torch's operator would reduce over the mesh of the first gradient,
-    and over no other. Gradients are multiplied by ``inverse`` in place, and ``flag`` is set to one if a gradient
-    is not finite: both 0-dim fp32.
+    This has less overhead than torch's method. Of a DTensor, only this rank's shard is checked, since torch's operator
+    would reduce over the mesh of the first gradient only. Gradients are multiplied by ``inverse`` in place, and
+    ``flag`` is set to one if a gradient is not finite. Both are 0-dim fp32 tensors.
 
     Returns:
-        Whether the gradients were of that kind; if not, nothing was done.
+        Whether the gradients were of that kind. If not, nothing was changed.
     """
     grads = held(optimizer)
     if set(map(type, grads)) != _PLAIN:
@@ -177,36 +187,36 @@ def unscale_plain(
 
 
 def _is_whole(grad: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass is a DTensor without partial sums."""
+    """Whether a tensor is a DTensor that is not a partial sum."""
     placements: Any = getattr(grad, "placements", None)
     return placements is not None and not any(placement.is_partial() for placement in placements)
 
 
 def are_finite(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Check gradients without writing: as :func:`check_and_multiply` by one, for any dtype and strides.
+    """Check whether gradients of any dtype and strides are finite, without writing to them.
 
     Returns:
-        0-dim fp32 flag on ``device``: one if a gradient is not finite.
+        A 0-dim fp32 flag on ``device`` that is one if a gradient is *not* finite.
     """
     flags = [(~torch.isfinite(values(grad.detach())).all()).float() for grad in grads]
     return largest(flags, device)
 
 
 def forget_unwritten(optimizer: Optimizer, flags: Iterable[torch.Tensor]) -> None:
-    """After the first step of a fused kernel: drop SGD's momentum if the step was skipped.
+    """Drop the momentum of a fused SGD if its first step was skipped. Waits for the device.
 
     torch allocates momentum uninitialised and lets the kernel write it, which a skipped step does not do (seen in torch
-    2.13); the next step would start from uninitialised memory. Waits for the device, this once.
+    2.13). The next step would then start from uninitialised memory.
     """
     if isinstance(optimizer, torch.optim.SGD) and any(flag.item() for flag in flags):
         optimizer.state.clear()
 
 
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Remove gradients from parameters, so that those of the next backward stay separate; :func:`add_up` adds them again.
+    """Remove gradients from parameters, so that gradients of the next backward pass are not added to them.
 
-    If torch.distributed is in use, a gradient may be a view of a bucket that the next backward writes again
-    (``gradient_as_bucket_view`` of DistributedDataParallel), so it is copied.
+    :func:`add_up` adds them again later. If torch.distributed is in use, gradients are copied, since they may be views
+    of a bucket that the next backward pass overwrites (``gradient_as_bucket_view`` of DistributedDataParallel).
 
     Returns:
         The parameters that had a gradient, each once, with that gradient.
@@ -222,7 +232,10 @@ def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 
 
 def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add gradients from :func:`set_aside` to those that the parameters have now; may write to the former."""
+    """Add gradients that :func:`set_aside` returned to the gradients that their parameters have now.
+
+    The tensors of the former may be overwritten.
+    """
     with torch.no_grad():
         for parameter, grad in aside:
             fresh = parameter.grad
@@ -234,15 +247,19 @@ def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def non_finite_params(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Names of the parameters whose gradients hold an infinity or a NaN. Synchronises with the device.
+    """Return the names of an optimizer's parameters whose gradients hold an infinity or a NaN.
 
-    Names in ``names``, by the parameters' ``id``, take precedence over those in the groups' ``param_names``.
+    ``names`` holds the names by the parameters' ``id``. Names of other parameters come from the ``param_names`` of the
+    optimizer's groups, if they exist. Synchronises with the device.
     """
     return _non_finite(optimizer, names, lambda parameter: parameter.grad)
 
 
 def non_finite_weights(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Names of the parameters that hold an infinity or a NaN themselves; as :func:`non_finite_params`."""
+    """Return the names of an optimizer's parameters that hold an infinity or a NaN themselves.
+
+    ``names`` is used as in :func:`non_finite_params`. Synchronises with the device.
+    """
     return _non_finite(optimizer, names, torch.Tensor.detach)
 
 

@@ -1,4 +1,4 @@
-"""Which parameters have gradients that hold a loss scale, and until when."""
+"""Keep track of which gradients are multiplied by the loss scale, until they are cleared or unscaled."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from castwise.core.scaler import gradients
 
 
 class Held:
-    """Parameters with scaled gradients, and the state of those gradients after the backward.
+    """Records which parameters have gradients that are multiplied by the loss scale, and whether these change later.
 
-    A parameter is listed until its gradient is cleared, even if the gradient is replaced: the replacement is usually
-    computed from the scaled gradient. :meth:`release` records clearing by ``zero_grad``. Setting every ``.grad`` to
-    None by hand is noticed when the last gradient is freed while no other parameter has one; a replacement would be set
-    before the old gradient is freed. For a single parameter the two cannot be told apart, so it stays listed.
+    A parameter stays recorded until its gradient is cleared. If the gradient is replaced by another tensor, the
+    parameter stays recorded too, since the new gradient is usually computed from the scaled one. :meth:`release`
+    records that ``zero_grad`` clears gradients. If the user's code sets every ``.grad`` to None instead, this class
+    notices it: the last gradient is freed while no other parameter has one. If gradients were replaced, a new one would
+    be set before the old one is freed. With a single parameter the two cases cannot be told apart, so it stays
+    recorded.
 
     Args:
         params: The model's parameters, not their masters.
@@ -30,7 +32,7 @@ class Held:
         self.params = params
         self._ids = [*map(id, grads)]
         self._versions = _torch.tensors.versions(grads)
-        """Version of each gradient; -1 if it does not hold the scale."""
+        """The version of each gradient after the backward pass; -1 if the gradient is not multiplied by the scale."""
         self._watched: weakref.ref[torch.Tensor] | None = None
         for place in range(len(grads) - 1, -1, -1):
             grad = grads[place]
@@ -39,7 +41,7 @@ class Held:
                 break
 
     def owned(self) -> list[torch.Tensor]:
-        """The parameters whose gradients hold the scale."""
+        """Return the parameters whose gradients are multiplied by the scale."""
         return [
             parameter
             for parameter, version in zip(self.params, self._versions, strict=True)
@@ -47,7 +49,7 @@ class Held:
         ]
 
     def holds(self) -> bool:
-        """Whether the gradient of any parameter holds the scale."""
+        """Whether the gradient of any parameter is multiplied by the scale."""
         for parameter, version in zip(self.params, self._versions, strict=True):
             if version >= 0 and parameter.grad is not None:
                 return True
@@ -66,7 +68,7 @@ class Held:
         self._watched = None
 
     def _changed(self) -> list[tuple[bool, torch.Tensor]]:
-        """The gradients that changed, each with whether it was replaced by another tensor."""
+        """Return the gradients that changed since the backward pass, each with whether another tensor has replaced it."""
         now = [parameter.grad for parameter in self.params]
         as_they_were = zip(self._ids, self._versions, strict=True)
         return [
@@ -76,18 +78,22 @@ class Held:
         ]
 
     def were_replaced(self) -> bool:
-        """Whether every parameter has another gradient tensor than the backward left."""
+        """Whether the gradient of every recorded parameter is another tensor than the backward pass left."""
         changed = self._changed()
         return len(changed) == len(self.owned()) and all(another for another, _ in changed)
 
     def were_changed(self) -> bool:
-        """Whether the gradients were clipped, or changed in a similar way. Waits for the device if they changed."""
+        """Whether the gradients were clipped, or changed in a similar way, since the backward pass.
+
+        Clipping changes every gradient, so a change of only one of several does not count. Waits for the device if
+        gradients changed.
+        """
         changed = self._changed()
         if not changed or len(changed) < min(2, sum(version >= 0 for version in self._versions)):
             return False
         return any(
             bool(gradients.values(grad).any()) for _, grad in changed
-        )  # zeros are the same at any scale
+        )  # gradients set to zero are right at any scale
 
     # --- gradients that are freed -----------------------------------------------------------------------------
 
@@ -102,9 +108,12 @@ class Held:
         self._watched = weakref.ref(grad, gone)
 
     def _after_death(self, place: int) -> None:
-        """Called while a gradient is freed: it must not be read here, which would revive a half-destroyed object."""
+        """Find out whether all gradients were set to None, when the gradient of the parameter at ``place`` is freed.
+
+        The freed gradient must not be read here, since that would revive a half-destroyed object.
+        """
         if _torch.autograd.graph_task_id() != -1:
-            return  # a backward writes gradients from other threads
+            return  # during a backward pass, other threads write gradients
         dead = self._ids[place]
         others = [
             other

@@ -1,4 +1,4 @@
-"""Named losses, each with a scale and counters."""
+"""Keep a loss scale and its counters for each named loss."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from castwise.core import _torch
 from castwise.core.scaler.state import ScalePolicy, ScaleState, update_on_device
 
 DEFAULT = "loss"
-"""Name of the loss that torch's state dict describes."""
+"""The name of the loss whose scale is stored in a state dict under the keys of torch's GradScaler."""
 
 
 @dataclass(eq=False)
 class LossState:
-    """The scale of one named loss on the device, and its counters: 0-dim fp32, int32, int32.
+    """The scale of one named loss and its counters, as tensors on the device.
 
     Attributes:
         name: Name of the loss.
-        first: Initial values.
-        scale: None before the first use, like the counters.
-        growth_tracker: As in :class:`ScaleState`.
-        hysteresis_tracker: As in :class:`ScaleState`.
+        first: The values with which the tensors are created.
+        scale: The scale, 0-dim fp32; None before the first use.
+        growth_tracker: As in :class:`ScaleState`, 0-dim int32; None before the first use.
+        hysteresis_tracker: As in :class:`ScaleState`, 0-dim int32; None before the first use.
     """
 
     name: str
@@ -34,7 +34,7 @@ class LossState:
     hysteresis_tracker: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
-        """Create the tensors."""
+        """Create the tensors on a device, with the values of ``first``."""
         kinds = (torch.float32, torch.int32, torch.int32)
         self.scale, self.growth_tracker, self.hysteresis_tracker = _torch.tensors.outside_transforms(
             lambda: [
@@ -44,13 +44,13 @@ class LossState:
         )
 
     def set(self, state: ScaleState) -> None:
-        """Set these values, in place if the tensors exist."""
+        """Set the scale and counters to these values, in place if the tensors exist."""
         self.first = state
         for tensor, number in zip(self._tensors(), astuple(state), strict=False):
             tensor.fill_(number)
 
     def numbers(self) -> ScaleState:
-        """Scale and counters as Python numbers. Synchronises with the device."""
+        """Return the scale and counters as Python numbers. Synchronises with the device."""
         numbers: list[Any] = [tensor.item() for tensor in self._tensors()]
         return ScaleState(*numbers) if numbers else self.first
 
@@ -60,13 +60,17 @@ class LossState:
 
 
 class Losses:
-    """The scales of named losses, each created at its first use, and the scale of this window's gradients.
+    """Holds the scales of all named losses, and knows which loss set the scale of the present gradients.
+
+    The scale of a loss is created when the loss is first used.
 
     Attributes:
-        by_name: All losses, in order of first use, as Apex's states are ordered.
-        current: The loss of this window, or of the last one.
-        opened_by: The name of the loss that was scaled in this window, else None.
-        flags: By name, whether gradients of the losses of this window were not finite, from the second loss on.
+        by_name: All losses by name, in the order of first use, as Apex's states are ordered.
+        current: The loss by whose scale the present gradients are multiplied: the first one that was scaled since the
+            last update, or before it if none was.
+        opened_by: The name of the first loss that was scaled since the last update, or None if none was.
+        flags: For each loss that was scaled since the last update, the flag whether its gradients were not finite.
+            Empty as long as there is only one loss.
 
     Args:
         init_scale: First scale of each loss.
@@ -82,12 +86,15 @@ class Losses:
         self.flags: dict[str, torch.Tensor] = {}
 
     def state_of(self, name: str) -> ScaleState:
-        """A loss's state as numbers, without creating one. Synchronises with the device."""
+        """Return the scale of a loss and its counters as numbers. Synchronises with the device.
+
+        For a loss that was not used yet, these are the first values, and no tensors are created.
+        """
         loss = self.by_name.get(name)
         return self._first if loss is None else loss.numbers()
 
     def get(self, name: str, device: torch.device | None = None) -> LossState:
-        """The state of a loss, created at its first use."""
+        """Return the scale of a loss and its counters as tensors, which are created at the first use."""
         loss = self.by_name.get(name)
         if loss is None:
             loss = self.by_name[name] = LossState(name, self._first)
@@ -97,13 +104,16 @@ class Losses:
         return loss
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """The scale of a loss, by default the current one: 0-dim fp32 on the device."""
+        """Return the scale of a loss, by default of the current loss, as a 0-dim fp32 tensor on the device."""
         scale = self.get(name or self.current.name).scale
         assert scale is not None
         return scale
 
     def scale_or_smallest(self, name: str | None) -> torch.Tensor:
-        """The scale of a loss, or the smallest of all scales: 0-dim fp32, on the device of the current one."""
+        """Return the scale of a loss, or for None the smallest of all scales.
+
+        The result is a 0-dim fp32 tensor on the device of the current loss's scale.
+        """
         home = self.scale_tensor().device
         if name is not None:
             return self.scale_tensor(name).to(home)
@@ -111,17 +121,20 @@ class Losses:
         return scales[0] if len(scales) == 1 else torch.stack(scales).amin(0)
 
     def open(self, name: str, device: torch.device | None = None) -> None:
-        """Begin a window with the scale of a loss."""
+        """Make a loss the current one, because it is the first that is scaled since the last update."""
         if name != self.current.name:
             self.current = self.get(name, device)
         self.opened_by = name
 
     def is_first(self, name: str) -> bool:
-        """Whether no other loss has been scaled in this window, so that gradients need not be kept apart."""
+        """Whether no other loss has been scaled since the last update, so that gradients need not be kept apart."""
         return self.opened_by is None or (self.opened_by == name and not self.flags)
 
     def move(self, flags: Mapping[str, torch.Tensor], policy: ScalePolicy) -> None:
-        """Update the scales of losses by their flags."""
+        """Update the scales of losses: grow or keep them if their gradients were finite, and shrink them otherwise.
+
+        ``flags`` holds for each loss a tensor that is above zero if a gradient was not finite.
+        """
         for name, flag in flags.items():
             loss, scale = self.get(name), self.scale_tensor(name)
             assert loss.growth_tracker is not None
@@ -129,14 +142,17 @@ class Losses:
             update_on_device(scale, loss.growth_tracker, loss.hysteresis_tracker, flag, policy)
 
     def hold_back(self, flags: Mapping[str, torch.Tensor]) -> None:
-        """Before :meth:`move`: subtract what it will add to the counters of losses whose gradients were finite."""
+        """Keep the next :meth:`move` from counting losses with finite gradients towards the growth of their scales.
+
+        This subtracts one from the counters of these losses, which :meth:`move` then adds again.
+        """
         for name, flag in flags.items():
             tracker = self.get(name, flag.device).growth_tracker
             assert tracker is not None
             tracker.sub_((flag.to(tracker.device) == 0).to(tracker.dtype))
 
     def load(self, state: Mapping[str, Any], limits: ScalePolicy) -> None:
-        """Load the values of a saved state and begin a new window; scales are clamped to their limits."""
+        """Load the scales of a saved state, clamped to floor and ceiling, and forget which losses were scaled."""
 
         def saved(entry: Mapping[str, Any]) -> ScaleState:
             return ScaleState(
@@ -153,7 +169,10 @@ class Losses:
         self.opened_by, self.flags = None, {}
 
     def without_tensors(self) -> Losses:
-        """A copy for a scaler that is copied or saved, with no window open. Synchronises with the device."""
+        """Return a copy for a scaler that is copied or saved, in which the scales are numbers instead of tensors.
+
+        Synchronises with the device.
+        """
         copy = Losses(self._first.scale, self._device_type)
         copy.by_name = {name: LossState(name, loss.numbers()) for name, loss in self.by_name.items()}
         copy.current = copy.by_name[DEFAULT]

@@ -1,4 +1,4 @@
-"""The outcomes of steps in each window so far, known to the host without waiting for the device."""
+"""Keep the outcomes of steps (made or skipped) and count skips in a row, without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from castwise.core.scaler.result import StepResult
 from castwise.errors import LossScaleError, StateError
 
 _SAMPLE_PERIOD = 17
-"""If outcomes are not read, one window in this many copies its outcome to the host. It is prime, so that every one of
-several optimizers or losses that take turns is sampled."""
+"""How often outcomes are copied to the host if nobody reads them: once in this many updates of the loss scale.
+
+The number is prime, so that each of several optimizers or losses that take turns is sampled.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class WindowOutcomes:
-    """The outcomes of one window (of :class:`castwise.core.scaler.Window`), by the optimizers' ``id``.
+    """The outcomes of all steps between two updates of the loss scale, by the optimizers' ``id``.
 
     Attributes:
-        states: Torch's record of each optimizer, with its non-finite flags per device.
-        skips: The outcomes that the host knows.
-        results: The results that were requested.
+        states: The record of each optimizer as in torch's GradScaler, with a flag for each device of its gradients.
+        skips: Whether the step was skipped, for each optimizer of which the host knows it.
+        results: The result objects that were requested so far.
     """
 
     states: dict[int, dict[str, Any]]
@@ -34,20 +36,24 @@ class WindowOutcomes:
     results: dict[int, StepResult]
 
     def flags(self, key: int) -> list[torch.Tensor]:
-        """An optimizer's non-finite flags, one per device: 0-dim fp32."""
+        """Return an optimizer's flags, one for each device: a 0-dim fp32 tensor, above zero if a gradient was not finite.
+
+        ``key`` is the ``id`` of the optimizer.
+        """
         return list(self.states[key]["found_inf_per_device"].values())
 
 
 class Outcomes:
-    """The open window, the one before, and the number of skipped steps in a row.
+    """Keeps the outcomes of steps since the last update of the loss scale and of those before it, and counts skips in a row.
 
-    Skips in a row are counted for each optimizer, by its ``id``, and for each loss, by its name, so that a sound
-    optimizer does not hide one that fails every time.
+    Skips in a row are counted for each optimizer, by its ``id``, and for each loss, by its name. So an optimizer whose
+    gradients are finite does not hide another that is skipped every time.
 
-    On a CPU, and if an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For
-    a fused optimizer on an accelerator it is copied in the background and read when it has arrived, so that nothing
-    waits. A copy costs some microseconds, so copies are made in every window only if outcomes are read: by an ``eager``
-    owner, which has a floor to check, or after :attr:`previous_skipped` was read; else now and then.
+    On a CPU, and if an optimizer's step has to wait for the flag anyway, the host knows an outcome at once. For a fused
+    optimizer on an accelerator, the outcome is copied in the background and read when it has arrived, so that nothing
+    waits. A copy costs some microseconds. So outcomes are copied after every update only if they are needed, and once
+    in 17 updates otherwise. They are needed if ``eager`` is true, because the scale has a floor to check, or once
+    :attr:`previous_skipped` has been read.
     """
 
     def __init__(self, eager: bool) -> None:
@@ -68,10 +74,13 @@ class Outcomes:
         *,
         restart: bool,
     ) -> None:
-        """End the window of these optimizers and losses.
+        """Record the outcomes of all steps since the last update of the loss scale, because the scale is updated now.
 
-        ``losses``: the flag of each, None for one that was alone. ``restart``: the scale was set by hand, so the counts
-        of skips in a row restart.
+        Args:
+            states: The record of each optimizer that has stepped.
+            losses: For each loss that was scaled, the flag whether its gradients were not finite. None for a loss that
+                was the only one, whose flags are those of the optimizers.
+            restart: Whether the scale was set by hand, so that the counts of skips in a row restart.
         """
         last = self._last = WindowOutcomes(states, self.skips, self.results)
         self.skips, self.results = {}, {}
@@ -88,7 +97,10 @@ class Outcomes:
             self.streaks.clear()
 
     def streak(self, *keys: int | str) -> int:
-        """The most windows in a row in which one of these optimizers was skipped or one of these losses overflowed."""
+        """Return how often in a row one of these optimizers was skipped or one of these losses overflowed, at most.
+
+        ``keys`` are the optimizers' ``id`` and the losses' names.
+        """
         return max(self.streaks.get(key, 0) for key in keys) if self.streaks else 0
 
     def _count(self, key: int | str, skipped: bool) -> None:
@@ -98,7 +110,7 @@ class Outcomes:
             self.streaks.pop(key, None)
 
     def _follow(self, last: WindowOutcomes, losses: Mapping[str, torch.Tensor | None]) -> None:
-        """Read the outcomes that have arrived from the device, and start copying this window's."""
+        """Read the outcomes that have arrived from the device, and start copying those of the latest steps."""
         arriving = self._on_their_way
         while arriving and arriving[0][1].known:
             keys, result = arriving.popleft()
@@ -125,18 +137,20 @@ class Outcomes:
 
     @property
     def previous_skipped(self) -> bool | None:
-        """Whether the last closed window skipped a step; None before the first."""
+        """Whether a step was skipped between the last two updates of the loss scale; None before the first update."""
         self._eager = True
         previous = self._previous
         return previous.skipped if isinstance(previous, StepResult) else previous
 
     def result(self, states: dict[int, dict[str, Any]], key: int) -> StepResult:
-        """The outcome of an optimizer's last step; the optimizer is given by ``id``.
+        """Return the outcome of an optimizer's last step.
 
-        ``states`` are torch's records of the open window.
+        Args:
+            states: The records of the optimizers that have stepped since the last update of the loss scale.
+            key: The ``id`` of the optimizer.
 
         Raises:
-            StateError: The optimizer was stepped neither in this window nor in the one before.
+            StateError: The optimizer has stepped neither since the last update nor between the two updates before.
         """
         window = WindowOutcomes(states, self.skips, self.results) if key in states else self._last
         if key not in window.states:
@@ -150,7 +164,7 @@ class Outcomes:
 
 
 def damaged_words(names: list[str]) -> str:
-    """Sentences that name the weights that are not finite, and the remedy."""
+    """Return the part of an error message that names the weights that are not finite, and the remedy."""
     return (
         f"{some(names)}. An earlier update wrote them. Resume from a checkpoint made before it, and lower the learning rate, clip "
         "(amp.step(optimizer, max_norm=...)), or use a plan with fp32 masters if parameters are stored low."
@@ -167,10 +181,16 @@ def stuck_error(
     scale: float,
     floor: float | None,
 ) -> LossScaleError:
-    """The error for a scale that cannot shrink although gradients overflow again and again.
+    """Return the error for gradients that overflow again and again although the loss scale cannot shrink any more.
 
-    ``names``: the parameters whose gradients were not finite at the last of ``times`` overflows; ``damaged``: those that are
-    not finite themselves. Without a ``floor`` the scale is static.
+    Args:
+        optimizer: The optimizer whose steps were skipped.
+        times: How many steps in a row were skipped.
+        names: The parameters whose gradients were not finite at the last step.
+        damaged: The parameters that are not finite themselves.
+        loss: The name of the loss.
+        scale: Its scale.
+        floor: The smallest scale, or None if the scale is static.
     """
     if damaged:
         return LossScaleError(

@@ -1,4 +1,4 @@
-"""The result of a step."""
+"""Represent the result of an optimizer step: whether it was made or skipped."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from collections.abc import Collection, Sequence
 import torch
 
 Restored = tuple[tuple[str, ...], torch.Tensor | None]
-"""Names of buffers; if only the device knows which of them were restored, also a bool for each."""
+"""The names of buffers that were restored. If only the device knows which were, a bool tensor says so for each name."""
 
 
 def view_on_host(number: torch.Tensor) -> ctypes.c_float | None:
-    """The memory of a 0-dim fp32 tensor, which must outlive the view; None if it is on another device.
+    """Return a view of the memory of a 0-dim fp32 tensor on the CPU, or None if the tensor is on another device.
 
-    Reading it costs as little as ``item()``, and does not count as an ``item()`` call: tests count those calls to find
-    host synchronisation.
+    The tensor must outlive the view. Reading the view costs as little as ``item()``. Unlike ``item()``, it is not
+    counted by the tests, which count calls of ``item()`` to find places where the host waits for a device.
     """
     return ctypes.c_float.from_address(number.data_ptr()) if number.is_cpu else None
 
 
 def peek(number: torch.Tensor) -> float | None:
-    """The value of a 0-dim fp32 tensor in host memory; None if it is on another device, which is not read."""
+    """Return the value of a 0-dim fp32 tensor on the CPU, or None, without waiting, if it is on another device."""
     view = view_on_host(number)
     return None if view is None else view.value
 
 
 def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
-    """Whether any of some 0-dim fp32 flags is set; None if one is on another device."""
+    """Whether any of these 0-dim fp32 flags is not zero.
+
+    Return None if that would need the value of a flag on a device other than the CPU.
+    """
     for flag in flags:
         value = peek(flag)
         if value is None or value != 0.0:
@@ -37,14 +40,17 @@ def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
 
 
 class StepResult:
-    """Whether a step was made, without waiting for the device unless :attr:`skipped` is read.
+    """Tells whether an optimizer step was made or skipped.
+
+    The host waits for the device only if :attr:`skipped` is read.
 
     Args:
-        flags: Non-finite flags of the step's gradients, 0-dim fp32 each, above zero if one was found; None if
-            nothing could have been skipped.
-        skipped: The outcome, if the host knows it already.
+        flags: Flags of the step's gradients, each a 0-dim fp32 tensor that is above zero if a gradient was not finite.
+            None if the step could not have been skipped.
+        skipped: Whether the step was skipped, if the host knows it already.
         grad_norm: Norm of the gradients before clipping, if they were clipped: 0-dim, on the gradients' device.
-        send: Copy the flag to the host in the background, so that it has arrived when the next step reads it.
+        send: Whether to copy the flag to the host in the background, so that it has arrived when the next step reads
+            it.
     """
 
     __slots__ = ("_event", "_flags", "_grad_norm", "_host", "_restored", "_skipped")
@@ -70,7 +76,7 @@ class StepResult:
 
     @classmethod
     def join(cls, results: Sequence[StepResult], grad_norm: torch.Tensor | None = None) -> StepResult:
-        """The joint result of several steps: skipped if one of them was."""
+        """Return the joint result of several steps, which counts as skipped if one of them was."""
         if len(results) == 1 and grad_norm is None:
             return results[0]
         flags = [flag for result in results for flag in result._flags or ()]
@@ -89,9 +95,9 @@ class StepResult:
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """0-dim fp32 tensor: above zero if a gradient was not finite, so that the step was skipped.
+        """A 0-dim fp32 tensor that is above zero if a gradient was not finite, so that the step was skipped.
 
-        On the gradients' device, or on the CPU if the step is known to have been made.
+        It is on the gradients' device, or on the CPU if the step could not have been skipped.
         """
         if not self._flags:
             return torch.zeros((), dtype=torch.float32, device="cpu")
@@ -100,7 +106,7 @@ class StepResult:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """Norm of the gradients before clipping, 0-dim, on their device; None if they were not clipped."""
+        """The norm of the gradients before clipping, 0-dim, on their device; None if they were not clipped."""
         return self._grad_norm
 
     @property
@@ -121,15 +127,15 @@ class StepResult:
         return bool(self._skipped)
 
     def note_restored(self, restored: Sequence[Restored]) -> None:
-        """Record what was restored after the step was skipped."""
+        """Record which buffers were restored after the step was skipped."""
         self._restored = restored
 
     @property
     def restored(self) -> tuple[str, ...]:
-        """Names of the buffers that were restored to their last finite values because the step was skipped.
+        """The names of the buffers that were restored to their last finite values because the step was skipped.
 
-        The model's class is in front if the session has several models. Waits for the device if a fused optimizer
-        decided there.
+        If the :class:`~castwise.Amp` has several models, the class of the model is in front of each name. Waits for the
+        device if a fused optimizer decided there whether to skip.
         """
         names: dict[str, None] = {}
         for some, which in self._restored:
@@ -138,7 +144,7 @@ class StepResult:
         return tuple(names)
 
     def __bool__(self) -> bool:
-        """Whether the step was made. Synchronises as :attr:`skipped` does, which can wait for a fused optimizer on an accelerator."""
+        """Whether the step was made. Synchronises with the device as :attr:`skipped` does."""
         return not self.skipped
 
     def __repr__(self) -> str:

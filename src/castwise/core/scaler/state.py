@@ -1,8 +1,8 @@
-"""The update rule of a loss scale: once as a pure function of numbers, once as operations on the device.
+"""Update a loss scale by its rule, either as a pure function of numbers or as operations on the device.
 
-The two are tested against each other, and both against torch's kernel. The rule is torch's with three additions
-that do nothing at their defaults: *hysteresis* (overflows that are tolerated before the scale shrinks), a *floor* and a
-*ceiling*.
+The two are tested against each other, and both against torch's kernel. The rule is torch's with three additions that do
+nothing at their defaults. With *hysteresis*, the scale shrinks only after several overflows. The scale stays between a
+*floor* and a *ceiling*.
 
 Source: dynamic loss scaling, Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; hysteresis as in
 Colossal-AI's ``DynamicGradScaler``, which counts overflows until the scale grows.
@@ -22,10 +22,12 @@ from castwise.errors import PlanError
 
 @dataclass(frozen=True)
 class ScalePolicy:
-    """The constants of the rule; the fields mean the same as in :class:`castwise.LossScale`.
+    """The constants of the rule that updates a loss scale.
+
+    The fields mean the same as in :class:`castwise.LossScale`.
 
     Raises:
-        PlanError: Invalid bounds or hysteresis.
+        PlanError: The bounds or the hysteresis are invalid.
     """
 
     growth: float = 2.0
@@ -62,7 +64,7 @@ class ScalePolicy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is torch's rule, so that torch's kernel can apply it."""
+        """Whether the rule is that of torch's GradScaler, so that torch's kernel can apply it."""
         return self.dynamic and self.hysteresis == 1 and self.floor is None and self.ceiling is None
 
 
@@ -72,9 +74,9 @@ class ScaleState:
 
     Attributes:
         scale: The factor on the loss, an fp32 number.
-        growth_tracker: Updates with finite gradients since the scale last moved.
-        hysteresis_tracker: Updates with non-finite gradients since the scale last grew; counted only where the
-            policy's hysteresis is above 1.
+        growth_tracker: Number of updates with finite gradients since the scale last changed.
+        hysteresis_tracker: Number of updates with non-finite gradients since the scale last grew. They are counted only
+            if the policy's hysteresis is above 1.
     """
 
     scale: float
@@ -82,16 +84,15 @@ class ScaleState:
     hysteresis_tracker: int = 0
 
     def saved(self) -> dict[str, float]:
-        """The state under the keys of a scaler's state dict."""
+        """Return the state as a dict with the keys that a scaler's state dict has."""
         scale, growth, overflows = self.scale, self.growth_tracker, self.hysteresis_tracker
         return {"scale": scale, "_growth_tracker": growth, "hysteresis_tracker": overflows}
 
 
 def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> ScaleState:
-    """The loss scale's state after one update, given whether any gradient was not finite.
+    """Return the state of a loss scale after one update, given whether any gradient was not finite.
 
-    Returns:
-        The state that the device would hold, bit for bit: products are rounded to fp32.
+    Products are rounded to fp32, so the result equals, bit for bit, what the device computes.
     """
     if not policy.dynamic:
         return state
@@ -119,14 +120,15 @@ def update_on_device(
     found_inf: torch.Tensor,
     policy: ScalePolicy,
 ) -> None:
-    """Like :func:`next_state`, but in place on the device's tensors and without waiting for it.
+    """Update a loss scale and its counters in place, as :func:`next_state` does, without waiting for the device.
 
     Args:
-        scale: 0-dim fp32.
-        growth_tracker: 0-dim int32.
-        hysteresis_tracker: 0-dim int32; not needed by a plain policy.
-        found_inf: 0-dim fp32; above zero if a gradient was not finite.
-        policy: The rule's constants.
+        scale: The scale, 0-dim fp32.
+        growth_tracker: The counter of updates with finite gradients, 0-dim int32.
+        hysteresis_tracker: The counter of updates with non-finite gradients, 0-dim int32. It may be None if
+            :attr:`ScalePolicy.is_plain` is true.
+        found_inf: Whether a gradient was not finite: 0-dim fp32, above zero if so.
+        policy: The constants of the rule.
     """
     if not policy.dynamic:
         return

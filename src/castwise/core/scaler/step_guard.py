@@ -1,4 +1,4 @@
-"""The scaler of a plan without a loss scale: it does not scale, and skips steps with non-finite gradients."""
+"""Define the scaler of plans without a loss scale, which only skips steps with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from castwise.errors import NonFiniteError
 
 
 def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
-    """Give a flag to an optimizer's fused kernels for its next step, as torch's GradScaler does."""
+    """Give a flag for non-finite gradients to an optimizer's fused kernels, as torch's GradScaler does.
+
+    The kernels then skip the next step if the flag is set.
+    """
     optimizer.grad_scale, optimizer.found_inf = None, flag
 
 
 def take_back(optimizer: Any) -> None:
-    """Undo :func:`hand_over`."""
+    """Remove the flag that :func:`hand_over` gave to an optimizer."""
     vars(optimizer).pop("grad_scale", None)
     vars(optimizer).pop("found_inf", None)
 
@@ -37,7 +40,10 @@ def take_back(optimizer: Any) -> None:
 def _look_at_others(
     optimizer: Optimizer, one: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor]:
-    """Like :func:`unscale_others` by one, without writing if possible."""
+    """Check gradients of which some are sparse, complex or on another device, and do not write to them if possible.
+
+    The arguments and the result are those of :func:`unscale_others`, with ``one`` in place of the inverse scale.
+    """
     grads = gradients.held(optimizer)
     if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator reduces
         return unscale_others(optimizer, one, flag, allow_fp16)
@@ -45,21 +51,22 @@ def _look_at_others(
 
 
 _Found = tuple[dict[torch.device, torch.Tensor], ctypes.c_float | None]
-"""Non-finite flags, one per device; if one is in host memory, also a view of that memory."""
+"""A flag for each device, above zero if a gradient there is not finite, and a view of the flag's memory on the CPU."""
 
 
 class StepGuard(GradScaler):
-    """A scaler with a constant scale of one and the same interface, so that a session need not distinguish the two.
+    """A scaler that does not scale losses, and skips steps whose gradients are not finite.
 
-    Gradients are checked once, by the kernel that otherwise unscales, which writes nothing if the factor is
-    one. On a CPU the host reads the flag; a fused optimizer on an accelerator reads it on the device; any other
-    optimizer on an accelerator makes the host wait for it, as it does under a loss scale.
+    It has the interface of :class:`GradScaler`, so that an :class:`~castwise.Amp` can use either. Gradients are checked
+    once, by torch's kernel for unscaling, which writes nothing if the factor is one. On a CPU, the host reads the
+    result. On an accelerator, a fused optimizer reads it on the device. Any other optimizer on an accelerator makes the
+    host wait for the result, as it does under a loss scale.
 
     Args:
         device: Device type of the gradients.
-        refuse: Raise at the first gradient that is not finite, instead of skipping the step.
-        patience: Skipped steps in a row of one optimizer before :class:`NonFiniteError`.
-        reduce: As in :class:`GradScaler`.
+        refuse: Whether to raise at the first gradient that is not finite, instead of skipping the step.
+        patience: Number of skipped steps in a row of one optimizer at which :class:`NonFiniteError` is raised.
+        reduce: Makes ranks agree on non-finite gradients, as in :class:`GradScaler`.
     """
 
     def __init__(
@@ -89,12 +96,12 @@ class StepGuard(GradScaler):
         self._start()
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Check an optimizer's gradients before they are clipped, which may hide an infinity."""
+        """Check whether an optimizer's gradients are finite, before they are clipped, which may hide an infinity."""
         state = self._flags.states[id(optimizer)]
         state["found_inf_per_device"], state["stage"] = self.look(optimizer), OptState.UNSCALED
 
     def look(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        """Whether an optimizer's gradients are not finite on any rank that acts together; a flag per device."""
+        """Return a flag for each device of an optimizer's gradients, above zero if one is not finite on any rank."""
         return self._look(optimizer)[0]
 
     def _look(self, optimizer: Optimizer) -> _Found:
@@ -112,11 +119,11 @@ class StepGuard(GradScaler):
         return found if agreed is flag else ({one.device: agreed}, None)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Step, or skip if a gradient is not finite; return the outcome.
+        """Step, or skip if a gradient is not finite, and return the outcome.
 
         Raises:
-            NonFiniteError: A gradient was not finite for the ``patience``-th time in a row, or at all if ``refuse``;
-                nothing has changed.
+            NonFiniteError: A gradient was not finite for the ``patience``-th time in a row, or if ``refuse`` is true
+                for the first time. Parameters and optimizer state have not changed.
         """
         if closure is not None:
             return self._take_with_closure(optimizer, closure)
@@ -140,7 +147,10 @@ class StepGuard(GradScaler):
         return STEPPED
 
     def _take_on_device(self, optimizer: Optimizer, flags: dict[torch.device, torch.Tensor]) -> StepResult:
-        """Let a fused kernel decide; the host reads the outcome when it is available without waiting."""
+        """Step with a fused optimizer, whose kernel decides on the device whether to skip.
+
+        The host reads the outcome later, when it is available without waiting.
+        """
         while self._on_their_way and self._on_their_way[0][1].known:
             reference, result = self._on_their_way.popleft()
             earlier = reference()
@@ -171,14 +181,14 @@ class StepGuard(GradScaler):
         return StepResult(list(flags.values()), skipped=skipped)
 
     def note_given_up(self, optimizer: Optimizer) -> None:
-        """Count gradients that were not finite and were cleared without a step, as a skipped step."""
+        """Count a skipped step of an optimizer whose gradients were not finite and were cleared without a step."""
         self._streaks[optimizer] = self._streaks.get(optimizer, 0) + 1
 
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Record a step, and raise if too many in a row were skipped. ``None``: the outcome is not known yet.
+        """Record whether a step of an optimizer was skipped, or None if that is not known yet.
 
         Raises:
-            NonFiniteError: Too many steps in a row were skipped, or a step was skipped and none may be.
+            NonFiniteError: Too many steps in a row were skipped, or a step was skipped and ``refuse`` is true.
         """
         if skipped is False:
             self._streaks.pop(optimizer, None)

@@ -1,4 +1,4 @@
-"""Unscaling: multiply an optimizer's gradients by a factor, and report whether they are finite on all ranks that act together."""
+"""Unscale an optimizer's gradients, and report whether they are finite on all ranks that must agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _Flags = dict[torch.device, torch.Tensor]
 def unscale_others(
     optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
 ) -> _Flags:
-    """Unscale if not all gradients are dense, real and on the scale's device."""
+    """Unscale an optimizer's gradients if some are sparse, complex or on another device than the loss scale.
+
+    The arguments and the result are those of :meth:`Unscaling.unscale`, but the flags are not those of all ranks yet.
+    """
     grads = gradients.held(optimizer)
     # torch's scaler takes real gradients that are dense or COO-sparse, but no bf16 on an accelerator
     if any(
@@ -35,14 +38,18 @@ class Unscaling:
     """Multiplies all gradients of an optimizer by a factor and returns whether one was not finite on any rank.
 
     Args:
-        reduce: As in :class:`castwise.GradScaler`, like the next two.
-        process_group: A process group, given instead of ``reduce``.
-        allow_fp16: Unscale fp16 gradients too.
-        others: Unscales gradients that are not all dense, real and on the scale's device.
+        reduce: Makes ranks agree on a flag, as in :class:`castwise.GradScaler`.
+        process_group: A process group to give instead of ``reduce``, as in :class:`castwise.GradScaler`.
+        allow_fp16: Whether to unscale fp16 gradients too.
+        others: A function that unscales gradients of which some are sparse, complex or on another device than the loss
+            scale.
     """
 
     admit: Callable[[Optimizer], bool] | None = None
-    """Gives masters to parameters that joined an optimizer late; returns whether there were any."""
+    """A function that gives fp32 masters to parameters that were added to an optimizer after it was prepared.
+
+    It returns whether there were any.
+    """
 
     def __init__(
         self,
@@ -57,14 +64,17 @@ class Unscaling:
         self._others = others
 
     def outside_session(self) -> Unscaling:
-        """A copy for a scaler that is copied or saved: without its session and that session's ranks."""
+        """Return a copy for a scaler that is copied or saved, without references to the Amp it belongs to and its ranks."""
         other = copy.copy(self)
         if self.admit is not None:
             other.admit = other._reduce = None
         return other
 
     def agreed(self, flag: torch.Tensor, groups: Sequence[Any] = ()) -> torch.Tensor:
-        """The flag reduced over all ranks that act together: the scaler's ranks, or else those of ``groups``."""
+        """Return a flag's maximum over ranks, so that all know of a non-finite gradient on any of them.
+
+        These are the ranks that were given to the class, or if none were given, those of ``groups``.
+        """
         if self._reduce is not None:
             reduced = self._reduce(flag)
             return flag if reduced is None else reduced
@@ -75,9 +85,16 @@ class Unscaling:
     def unscale(
         self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
     ) -> _Flags:
-        """Multiply an optimizer's gradients by ``inverse``; return a flag per device, reduced over ranks.
+        """Multiply an optimizer's gradients by ``inverse``, and return for each device whether a gradient was not finite.
 
-        ``flag`` is zero and may be among the returned flags: 0-dim fp32 on the scale's device.
+        Args:
+            optimizer: The optimizer.
+            inverse: One over the loss scale, a 0-dim fp32 tensor.
+            flag: A 0-dim fp32 zero on the device of the loss scale, which may be written and returned.
+            allow_fp16: Whether to unscale fp16 gradients too.
+
+        Returns:
+            A flag for each device, a 0-dim fp32 tensor that is above zero if a gradient was not finite on any rank.
         """
         allow_fp16 = allow_fp16 or self._allow_fp16
         if gradients.unscale_plain(optimizer, inverse, flag, allow_fp16):
@@ -90,7 +107,7 @@ class Unscaling:
         groups = gradients.mesh_groups(optimizer) if alone else []
         if alone and not groups:
             return flags
-        # One flag for any number of devices, and one from a rank without gradients too: all ranks must make
-        # the same calls.
+        # All ranks must make the same collective calls, so each sends exactly one flag, whether its gradients are on
+        # several devices or it has none.
         joint = self.agreed(gradients.largest([*flags.values()], flag.device), groups)
         return {device: joint.to(device) for device in flags or (flag.device,)}

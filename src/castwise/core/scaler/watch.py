@@ -1,4 +1,7 @@
-"""Steps outside ``Amp.step``: of a session's optimizers, and of other optimizers that hold its parameters."""
+"""Guard steps that other code makes outside ``Amp.step``.
+
+They may be steps of prepared optimizers, or of other optimizers that update the same parameters.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +26,24 @@ from castwise.errors import StateError
 _Log = Callable[[Callable[[], object]], object]
 
 _AGAIN = 16
-"""A closure is evaluated again at half the loss scale at most this often; the usual first scale is 2 ** 16."""
+"""How often a closure is called again at most, at half the loss scale each time. The usual first scale is 2 ** 16."""
 
 _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
-"""By optimizer, the window whose loss scale its gradients may hold."""
+"""For each prepared optimizer, the window by whose loss scale its gradients may be multiplied."""
 
 _watches: weakref.WeakKeyDictionary[Optimizer, Watch] = weakref.WeakKeyDictionary()
-"""By optimizer, the guard of its steps."""
+"""For each prepared optimizer, the Watch that guards its steps."""
 _closure_steps: weakref.WeakValueDictionary[int, ClosureStep] = weakref.WeakValueDictionary()
-"""By the id of an optimizer, the step with a closure that it is making now."""
+"""For the ``id`` of an optimizer, the step with a closure that it is making now."""
 
 
 def watch_closure(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _torch.steps.Call | None:
-    """A step pre-hook for optimizers that may be prepared during their step, when their closure first calls a model."""
+    """Guard a step with a closure of an optimizer that is not prepared yet, as a step pre-hook.
+
+    The optimizer may be prepared during this step, when its closure first calls a model.
+    """
     closure = _torch.steps.closure_of(args, kwargs)
     if optimizer in _watches or closure is None:
         return None
@@ -55,11 +61,12 @@ def _closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> ClosureSt
 
 
 class Watch:
-    """Keeps steps outside a window from using gradients that hold its scale or are not finite.
+    """Keeps steps that other code makes outside ``Amp.step`` from using gradients that are scaled or not finite.
 
-    Such a step raises if its gradients are still scaled, or if no loss was ever scaled. If a gradient is not finite,
-    all gradients are removed for the step: torch's optimizers ignore parameters without one. A step with a closure
-    first retries at smaller scales, and its updates so far are undone.
+    Such a step raises an error if its gradients are still multiplied by the loss scale, or if no loss was ever scaled.
+    If a gradient is not finite, all gradients are removed for the step, since torch's optimizers ignore parameters
+    without a gradient. A step with a closure first calls the closure again at smaller scales. If that does not help,
+    what the step did so far is undone.
     """
 
     def __init__(self, window: Window) -> None:
@@ -67,13 +74,13 @@ class Watch:
         self.tries = _AGAIN if window.scales else 0
         self._stepping = window.stepping
         self._around: dict[int, weakref.ref[Optimizer]] = {}
-        """For each optimizer inside a prepared one, the prepared one."""
+        """For the ``id`` of each optimizer inside a prepared optimizer, the prepared optimizer."""
 
     def check_alone(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose gradients another window scales.
+        """Raise if an optimizer is already prepared by another Amp that has a loss scale.
 
         Raises:
-            StateError: Another window scales its gradients.
+            StateError: The optimizer would have two loss scales.
         """
         other = _scaling.get(optimizer)
         if self._window.scales and other is not None and other is not self._window:
@@ -83,10 +90,10 @@ class Watch:
             )
 
     def follow(self, optimizer: Optimizer, log: _Log) -> None:
-        """Guard the steps of one of the window's optimizers.
+        """Guard the steps of a prepared optimizer, and of the optimizers inside it.
 
-        ``log`` gets the undo entry first. Undoing unscales gradients that are still scaled, so that training can go on
-        without castwise.
+        Before anything is changed, ``log`` is called with a function that undoes this. Undoing also unscales gradients
+        that are still scaled, so that training can go on without castwise.
         """
         for each in (optimizer, *inside(optimizer)):
             if not _torch.optimizers.has_step_hooks(each):
@@ -117,14 +124,15 @@ class Watch:
         _torch.steps.subscribe(self._before_step, self._after_step, of=optimizer, log=log)
 
     def _owner(self, optimizer: Optimizer) -> Optimizer:
-        """The prepared optimizer: this one, or the one around it."""
+        """Return the prepared optimizer: the given one, or the one around it."""
         around = self._around.get(id(optimizer), lambda: None)()
         return optimizer if around is None else around
 
     def refuse_strangers(self, log: _Log) -> None:
-        """Refuse steps of unprepared optimizers on gradients that hold the loss scale.
+        """Make steps of optimizers that are not prepared raise if their gradients are multiplied by the loss scale.
 
-        ``log`` gets the undo entry first; undoing unscales gradients on which no step was made.
+        Before anything is changed, ``log`` is called with functions that undo this. Undoing also unscales the gradients
+        of parameters outside the prepared optimizers.
         """
         alive, known = weakref.ref(self._window), self._around
 
@@ -144,9 +152,9 @@ class Watch:
         _torch.steps.subscribe(look, log=log)
 
     def see_clearing(self, log: _Log) -> None:
-        """Notice each ``zero_grad``, whoever calls it, since it clears scaled gradients.
+        """Tell the window of each ``zero_grad``, of any optimizer or module, since it may clear scaled gradients.
 
-        ``log`` gets the undo entry first.
+        Before anything is changed, ``log`` is called with a function that undoes this.
         """
 
         def look(by: Any) -> None:
@@ -178,15 +186,15 @@ class Watch:
             return None
         return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
-    # --- for closures: see Guard ------------------------------------------------------------------------------
+    # --- the interface Guard, used by steps with a closure -----------------------------------------------------
 
     def look_at_evaluation(self, optimizer: Optimizer, *, again: bool, zeros: bool) -> bool:
-        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        """Check the gradients of an optimizer after its closure ran, see :class:`~castwise.core.scaler.closure.Guard`."""
         return bool(self._guard(self._owner(optimizer), optimizer, again=again, zeros=zeros))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        """Return a context manager inside which gradients that are cleared do not count as skipped steps."""
         before, self._window.evaluates = self._window.evaluates, True
         try:
             yield
@@ -194,27 +202,33 @@ class Watch:
             self._window.evaluates = before
 
     def scale(self) -> torch.Tensor:
-        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        """Return a copy of the loss scale, a 0-dim tensor."""
         return self._window.scaler.scale_tensor().clone()
 
     def put_back_scale(self, scale: torch.Tensor) -> None:
-        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        """Set the loss scale back to a value that :meth:`scale` returned."""
         self._window.scaler.scale_tensor().copy_(scale)
 
     def sync(self, optimizer: Optimizer) -> None:
-        """As :class:`castwise.core.scaler.closure.Guard` has it."""
+        """Copy an optimizer's fp32 masters into the model."""
         self._window.sync(optimizer)
 
     def _guard(
         self, optimizer: Optimizer, by: Optimizer, *, again: bool = False, zeros: bool = False
     ) -> bool | None:
-        """Check the gradients of a prepared optimizer before the step of ``by``: the optimizer itself, or one inside it.
+        """Check the gradients of a prepared optimizer before a step that other code makes.
 
-        ``again``: the gradients will be recomputed if they are not finite, so nothing is skipped yet. ``zeros``:
-        otherwise replace them by zeros.
+        Args:
+            optimizer: The prepared optimizer.
+            by: The optimizer that steps: the prepared one, or one inside it.
+            again: Whether the gradients will be computed again if they are not finite, so that no step is skipped yet.
+            zeros: Whether to replace non-finite gradients by zeros instead of removing them, if ``again`` is false.
 
         Returns:
-            Whether one is not finite, so that all were removed; None if only the device knows.
+            Whether a gradient is not finite, so that all were removed or replaced; None if only the device knows.
+
+        Raises:
+            StateError: The gradients are multiplied by the loss scale, or no loss was ever scaled.
         """
         window, scaler, key, unscaled = self._window, self._window.scaler, id(optimizer), False
         if window.scales:
@@ -309,7 +323,10 @@ class Watch:
 
 
 def inside(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers inside an optimizer, at any depth, that update some of its parameters: the one inside SAM, for example."""
+    """Return the optimizers inside an optimizer, at any depth, that update some of its parameters.
+
+    An example is the optimizer inside SAM.
+    """
     own, found = set(map(id, gradients.stored(optimizer))), [optimizer]
     for outer in found:
         found += [

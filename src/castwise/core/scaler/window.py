@@ -1,4 +1,4 @@
-"""Gradients between two updates of the scale: which optimizers own them, their scale, and when they end."""
+"""Keep track of gradients between two updates of the loss scale: which are multiplied by the scale, and until when."""
 
 from __future__ import annotations
 
@@ -24,24 +24,26 @@ from castwise.core.scaler.step_guard import StepGuard, take_back
 from castwise.errors import LossScaleError, NonFiniteError, StateError
 
 _Ends = tuple[TensorWeakRef, TensorWeakRef]
-"""The first gradient and the last."""
+"""Weak references to the first gradient of an optimizer and to the last."""
 
 _Stepped = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], list[int], int]
-"""The first gradient and the last, their versions, and the number of the next autograd node."""
+"""Weak references to the first gradient of a step and to the last, their versions, and the next autograd node's number."""
 
 
 class Window:
-    """The time between two updates of a scale.
+    """Decides when the loss scale is updated, and keeps track of which gradients are multiplied by it.
 
-    It opens with the first backward; optimizers that hold gradients after a backward own it; the scale is updated when
-    the first backward after a step begins. Gradients that still exist then, accumulated or never cleared, are rescaled
-    in place to the new scale, so that gradients added to them have the same scale. Reading the scale or the state
-    updates nothing.
+    A window is the time between two updates of the scale. It opens with the first backward pass. The scale is updated
+    when the first backward pass after a step begins, which ends the window and opens the next one. Gradients that still
+    exist then, because they are accumulated or were never cleared, are rescaled in place to the new scale. So gradients
+    that are added to them have the same scale. Reading the scale or the state updates nothing.
+
+    An optimizer *owns* gradients if its parameters have some after a backward pass.
 
     Args:
-        scaler: The scaler.
-        optimizers: Returns the optimizers that may own gradients.
-        strays: Returns the trained parameters that no optimizer here holds.
+        scaler: The scaler that holds the scale.
+        optimizers: A function that returns the optimizers of the :class:`~castwise.Amp`.
+        strays: A function that returns the trained parameters that none of these optimizers updates.
         buffers: The buffers of the models, which are restored after a skipped step.
     """
 
@@ -59,86 +61,95 @@ class Window:
         self._optimizers = optimizers
         self._strays = strays
         self._stray: Held | None = None
-        """Parameters that no optimizer here holds and whose gradients hold the scale."""
+        """The parameters outside the optimizers whose gradients are multiplied by the scale."""
         self.scales = scaler.is_enabled()
         self._owners: dict[int, Held] = {}
-        """By optimizer, its parameters whose gradients hold the scale."""
+        """By the ``id`` of an optimizer, its parameters whose gradients are multiplied by the scale."""
         self._lent = False
-        """Whether the user received the scale or a scaled loss, so that any new gradients may hold it."""
+        """Whether the user received the scale or a scaled loss, so that any new gradients may be multiplied by the scale."""
         self._begun = False
-        """Whether a backward from a scaled loss that the user received has begun and has not ended."""
+        """Whether a backward pass from a scaled loss that the user received has begun and has not ended."""
         self._task = -1
-        """The graph task of that backward."""
+        """The number by which autograd identifies that backward pass (its graph task)."""
         self._handed_out = False
-        """Whether gradients of a scaled loss were returned, as torch.autograd.grad does, for the caller to set."""
+        """Whether gradients of a scaled loss were returned to the user, as by ``torch.autograd.grad``, and not set."""
         self.differentiated = False
-        """Whether unscaled gradients that were computed through the scale were returned in this window, for the
-        caller to set."""
+        """Whether gradients were computed from a scaled loss in this window, then unscaled, and returned to the user."""
         self._returned: dict[int, tuple[str, torch.Tensor]] = {}
-        """By optimizer that has not stepped since: the loss whose unscaled gradients were returned, and their
-        non-finite flag."""
+        """By the ``id`` of an optimizer: the loss whose unscaled gradients were returned to the user, and their flag.
+
+        An entry is removed when the optimizer steps. The flag is above zero if a gradient is not finite.
+        """
         self.settled = not self.scales
-        """Whether gradients may be added: all existing ones have the window's scale, and the window is not over."""
+        """Whether gradients may be added now, since all existing ones have the window's scale and no step was made."""
         self.in_backward = False
-        """Whether the session's backward runs, so that gradients are scaled before it has ended."""
+        """Whether ``Amp.backward`` is running, so that gradients are multiplied by the scale although it has not ended."""
         self.stepped = False
-        """Whether the window is over: its scale is updated when the next one opens."""
+        """Whether a step was made, so that the scale is updated when the next window opens."""
         self.used = False
         """Whether a scaled loss was ever requested."""
         scaler.is_over = lambda: self.stepped
         scaler.left_out = lambda: [flag for flags in self._dropped.values() for flag in flags.values()]
         scaler.returned = lambda: [*self._returned.values()]
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
-        """Parameters of optimizers that were unscaled explicitly, and their gradients: these may change or be
-        replaced, and parameters may join, before the step."""
+        """By the ``id`` of an optimizer whose gradients the user unscaled: its parameters then, and its gradients.
+
+        Before the step, the gradients may change or be replaced, and parameters may be added.
+        """
         self._dropped: dict[int, dict[torch.device, torch.Tensor]] = {}
-        """By optimizer, the flags of gradients that were unscaled explicitly and cleared since."""
+        """By the ``id`` of an optimizer, the flags of gradients that the user unscaled and then cleared."""
         self._cleared: dict[int, Cleared] = {}
-        """By optimizer, a record of its gradients that were cleared with the scale in them since its last step."""
+        """By the ``id`` of an optimizer, samples of its gradients that were cleared before they were unscaled."""
         self._last: dict[int, _Stepped] = {}
-        """By optimizer, the gradients of its last step."""
+        """By the ``id`` of an optimizer, the gradients with which it stepped last."""
         self.stepping: set[int] = set()
-        """Optimizers that are being stepped by this window."""
+        """The ``id`` of each optimizer whose :meth:`step` is running."""
         self.hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """By optimizer, parameters and the gradients that are hidden from a step outside ``Amp.step``."""
+        """By the ``id`` of an optimizer that other code steps, the non-finite gradients that were removed for the step."""
         self.ranks_differ: Callable[[], bool] = lambda: False
-        """Whether ranks step together, so that all of them must make the same collective calls whatever each has
-        done."""
+        """Whether ranks agree on each step, so that all of them must make the same collective calls."""
         self._habits: dict[int, tuple[str, bool]] = {}
-        """By optimizer, the loss whose scale its last gradients had, and whether it was the first to step in that
-        window: a rank without a backward assumes that the next window is the same."""
+        """By the ``id`` of an optimizer, the loss whose scale its last gradients had, and whether it was the first to step.
+
+        A rank that runs no backward pass in a window assumes that both are as in its last window.
+        """
         self.summed: list[Optimizer] = []
-        """Optimizers that are being unscaled and whose gradients are only assumed on this rank to hold the scale, as
-        on other ranks."""
+        """Optimizers that are being unscaled although this rank ran no backward pass for them.
+
+        Their gradients are assumed to be multiplied by the scale, as on other ranks.
+        """
         self.skips = 0
-        self.sync: Callable[[Optimizer], object] = lambda _: None
-        """Called with an optimizer whose step was undone: copies its masters into the model."""
-        self.evaluates = False
-        """Whether an optimizer steps with a closure, so that gradients of others that it clears do not count as
-        skipped steps."""
         """Number of steps that the host knows to have been skipped."""
+        self.sync: Callable[[Optimizer], object] = lambda _: None
+        """A function that copies the fp32 masters of an optimizer into the model, after the optimizer's step was undone."""
+        self.evaluates = False
+        """Whether a closure of an optimizer is running, so that gradients of other optimizers that it clears do not count
+        as skipped steps."""
         self._unread: torch.Tensor | None = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that may own gradients, in the order in which they were prepared."""
+        """The optimizers of the Amp, as a list in the order in which they were prepared."""
         return [*self._optimizers()]
 
     # --- opening ----------------------------------------------------------------------------------------------
 
     def open(self, name: str = DEFAULT, *, lend: bool = False, idle: bool = False) -> None:
-        """Before gradients are added: update the scale if a step was made, and rescale existing gradients to it.
+        """Update the scale if a step was made, and rescale existing gradients to it. Call this before gradients are added.
 
-        A new window has the scale of the loss called ``name``. ``lend``: the user receives the scaled loss, so any new
-        gradients may come from it. ``idle``: no gradients are added on this rank, and those that
-        came from no backward here stay as they are.
+        Args:
+            name: The loss whose scale a new window has.
+            lend: Whether the user receives the scaled loss, so that any new gradients may come from it.
+            idle: Whether this rank adds no gradients. Gradients that came from no backward pass on this rank then stay
+                as they are.
         """
         self.used = True
         self.summed.clear()
         if not self.settled or self._holds_plain():
             self._put_back_unstepped()
             self._by_hand.clear()
-            self.hidden.clear()  # left by steps that raised: a new backward means that the user has dealt with them
+            # left by steps that raised an error; since a new backward begins, the user has dealt with the error
+            self.hidden.clear()
             dropped = self._count_dropped()
             if self.scales:
                 self._settle(name, dropped, self._count_returned(), idle)
@@ -149,7 +160,7 @@ class Window:
             self._lend_unseen()
 
     def _put_back_unstepped(self) -> None:
-        """Restore buffers when gradients were checked and the user made no step on them."""
+        """Restore buffers if gradients were checked, were not finite, and the user made no step with them."""
         if not self.scaler.works or not (self._dropped or self.scaler._flags.states):
             return
         states = [
@@ -162,13 +173,17 @@ class Window:
             self.buffers.put_back(None if bad else gradients.largest(flags, flags[0].device))
 
     def _holds_plain(self) -> bool:
-        """Whether gradients came from a backward without the scale since the window was opened."""
+        """Whether some gradients are not multiplied by the scale, as after a backward pass of an unscaled loss."""
         return self.scales and any(
             not self.is_scaled(optimizer) and gradients.lie_on(optimizer) for optimizer in self._optimizers()
         )
 
     def _count_dropped(self) -> dict[int, dict[torch.device, torch.Tensor]]:
-        """The flags of gradients that were unscaled and then dropped by the user's code."""
+        """Count gradients that were unscaled and then cleared without a step as skipped steps if they were not finite.
+
+        Returns:
+            The flags of those that may be not finite, by the optimizers' ``id``.
+        """
         dropped, self._dropped = self._dropped, {}
         if not self.scaler.works or not (dropped or self.scaler._flags.states):
             return {}
@@ -189,9 +204,15 @@ class Window:
     def note_returned(
         self, inputs: Any, grads: Iterable[torch.Tensor | None], name: str | None = None
     ) -> None:
-        """Record unscaled gradients that were computed through the scale and returned, for the caller to set or to drop.
+        """Record gradients that were computed from a scaled loss, then unscaled, and returned to the user.
 
-        Without a step before the next loss, the scale falls if gradients of parameters were not finite.
+        The user may set them on parameters or drop them. If no step follows before the next loss, the scale shrinks if
+        gradients of parameters were not finite.
+
+        Args:
+            inputs: The tensors with respect to which the gradients were computed.
+            grads: The gradients.
+            name: The name of the loss, by default that of this window.
         """
         each = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         by_input = {id(_stored(one)): grad for one, grad in zip(each, grads, strict=True) if grad is not None}
@@ -207,7 +228,11 @@ class Window:
                 self.settled = False
 
     def _count_returned(self) -> dict[str, torch.Tensor]:
-        """By loss, the flags of gradients that were returned and then dropped by the user's code."""
+        """Count gradients that were returned to the user and then dropped as skipped steps if they were not finite.
+
+        Returns:
+            The flags of those that may be not finite, by the name of the loss.
+        """
         returned, self._returned = self._returned, {}
         found: dict[str, torch.Tensor] = {}
         for name, flag in returned.values():
@@ -259,7 +284,10 @@ class Window:
             self.fed(fed)
 
     def fed(self, optimizers: Iterable[Optimizer] | None = None) -> None:
-        """After a backward: make each optimizer (by default all) that holds gradients the owner of those gradients."""
+        """Record after a backward pass that all gradients of these optimizers are multiplied by the scale.
+
+        By default, all optimizers are meant. Gradients of parameters outside the optimizers are recorded too.
+        """
         self._begun = False
         for optimizer in self._optimizers() if optimizers is None else optimizers:
             params = gradients.stored(optimizer)
@@ -270,9 +298,10 @@ class Window:
         self._stray = Held(strays, [parameter.grad for parameter in strays]) if strays else None
 
     def lend(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Record that the user receives a scaled loss; once its backward begins, any gradients may come from it.
+        """Record that the user receives a scaled loss, and return the loss.
 
-        If the loss has no graph, the user has asked for the scale itself, so any gradients may hold it from now on.
+        When its backward pass begins, any new gradients may come from it. If the loss has no autograd graph, the user
+        has asked for the scale itself, so any gradients may be multiplied by the scale from now on.
         """
         if self.scales:
             if scaled.requires_grad and not torch.compiler.is_compiling():
@@ -282,7 +311,7 @@ class Window:
         return scaled
 
     def _lend_unseen(self) -> None:
-        """From now on gradients may be set or added without a backward that castwise sees."""
+        """Record that from now on gradients may be set or added without a backward pass that castwise notices."""
         self._lent = True
         self._owners.clear()
 
@@ -297,37 +326,37 @@ class Window:
                 params = [p for optimizer in self._optimizers() for p in gradients.stored(optimizer)]
                 self._handed_out = transformed or any(map(_torch.autograd.is_returned, params))
 
-        # Queued twice: a backward hook that reduces gradients between ranks is queued during the backward.
+        # Queued twice, so that it runs after hooks that are queued during the backward and reduce gradients over ranks.
         _torch.autograd.on_graph_task_end(lambda: _torch.autograd.on_graph_task_end(end))
 
     def _marks(self) -> list[tuple[int, int]]:
-        """The gradients on the parameters, with their versions."""
+        """Return the ``id`` and the version of each gradient, by which a later change is noticed."""
         grads = [grad for optimizer in self._optimizers() for grad in gradients.on_each(optimizer)]
         grads += [parameter.grad for parameter in self._strays()]
         return [*zip(map(id, grads), _torch.tensors.versions(grads), strict=True)]
 
     def _runs(self) -> bool:
-        """Whether this is called inside a backward of a scaled loss."""
+        """Whether the backward pass of a scaled loss is running."""
         return self.in_backward or (self._task != -1 and _torch.autograd.graph_task_id() == self._task)
 
     def is_scaled(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of one of the window's optimizers hold its scale."""
+        """Whether the gradients of an optimizer are multiplied by the window's scale."""
         key = id(optimizer)
         held = self._owners.get(key)
         if (held is not None and held.holds()) or self._runs():
             return True
         handed_out = (
             self._handed_out and not self.scaler.asked
-        )  # whoever asked for the scale has divided by it
+        )  # if the user has asked for the scale, the gradients are taken to be divided by it
         return (self._lent or self._begun or handed_out) and key not in self.scaler._flags.states
 
     def were_replaced(self, optimizer: Optimizer) -> bool:
-        """Whether all gradients that held the scale were replaced by others without being cleared in between."""
+        """Whether all gradients of an optimizer that were multiplied by the scale were replaced without being cleared."""
         held = self._owners.get(id(optimizer))
         return held is not None and held.were_replaced()
 
     def cleared(self, by: Optimizer | torch.nn.Module) -> None:
-        """Handle ``zero_grad`` of an optimizer or a module, of this session or another."""
+        """Record that ``zero_grad`` of an optimizer or module ``by`` is about to clear gradients."""
         if not (self._owners or self._by_hand or self._stray is not None):
             return
         which = set(map(id, gradients.stored(by) if isinstance(by, Optimizer) else by.parameters()))
@@ -346,10 +375,11 @@ class Window:
                 self._put_back_unstepped()
 
     def _take_part(self, optimizer: Optimizer) -> None:
-        """Begin the window of a rank that had no backward since the last step, while other ranks step together with it.
+        """Update the scale on a rank that ran no backward pass since the last step, if other ranks step together with it.
 
-        Their window began with a backward, so their scale was updated. Gradients on this rank are then assumed to be a
-        sum over ranks, which holds that scale; the code that makes ranks agree ensures this (:attr:`summed`).
+        On the other ranks, the scale was updated when their backward pass began. Gradients on this rank are assumed to
+        be a sum over ranks, so that they are multiplied by that scale. The code that makes ranks agree checks this for
+        the optimizers in :attr:`summed`.
         """
         key, held = id(optimizer), self._owners.get(id(optimizer))
         if (held is not None and held.holds()) or self._runs():
@@ -370,9 +400,10 @@ class Window:
     # --- unscaling --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer, *, by_hand: bool = False) -> None:
-        """Unscale an optimizer's gradients and check them for infinities, unless both were done before.
+        """Unscale an optimizer's gradients and check whether they are finite, unless that was done before.
 
-        ``by_hand``: they may be changed before the step, so the step checks them again.
+        ``by_hand`` says that the user calls this and may change the gradients before the step, so that the step checks
+        them again.
 
         Raises:
             StateError: The gradients were changed while they were scaled.
@@ -396,7 +427,10 @@ class Window:
     def note_norm(
         self, optimizers: Iterable[Optimizer], norm: torch.Tensor, *, by_hand: bool = False
     ) -> None:
-        """Use the norm of all gradients as the finite check; ``by_hand`` as for :meth:`unscale_`."""
+        """Record the norm of the gradients of these optimizers: if it is not finite, the step will be skipped.
+
+        ``by_hand`` is as for :meth:`unscale_`.
+        """
         self.settled = False
         for optimizer in optimizers:
             self._by_hand.pop(id(optimizer), None)
@@ -406,12 +440,15 @@ class Window:
             self.scaler._flags.note_norm(optimizers, norm)
 
     def were_cleared(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's gradients were computed from scaled gradients that were then cleared. Waits for the device."""
+        """Whether an optimizer's gradients seem to be computed from copies of scaled gradients that were then cleared.
+
+        Waits for the device.
+        """
         cleared = self._cleared.get(id(optimizer))
         return cleared is not None and cleared.were_used_for(gradients.stored(optimizer))
 
     def no_look_at_step(self, optimizer: Optimizer) -> None:
-        """Skip the check at the step for gradients that were unscaled explicitly or returned, since other code steps on them."""
+        """Forget the gradients of an optimizer that were unscaled, returned or cleared, since other code steps it."""
         self._by_hand.pop(id(optimizer), None)
         self._returned.pop(id(optimizer), None)
         self._cleared.pop(id(optimizer), None)
@@ -421,10 +458,13 @@ class Window:
         self._by_hand[id(optimizer)] = params, _ends(gradients.on_each(optimizer))
 
     def _check(self, optimizer: Optimizer, call: str) -> bool:
-        """Whether gradients must be unscaled: they are unchanged since the backward of a scaled loss, or there are none here.
+        """Whether an optimizer's gradients must still be unscaled; ``call`` names the caller for error messages.
 
-        Clipping writes or replaces every gradient, so a change of only one of several is not clipping; a reduction
-        between ranks does not count as a change.
+        They must if they come from the backward pass of a scaled loss, or if this rank has none but other ranks may.
+
+        Raises:
+            StateError: The gradients did not come from a scaled loss, were clipped or changed in a similar way before
+                they were unscaled, or cannot be unscaled inside a running backward pass.
         """
         known, runs = self.scaler._flags.states.get(id(optimizer)), self._runs()
         if runs and (
@@ -462,15 +502,15 @@ class Window:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def check_step(self, optimizers: Sequence[Optimizer], ranks_differ: Callable[[], bool]) -> None:
-        """Check that there are gradients to step on, and that no step was made on them before.
+        """Raise if these optimizers have no gradients, or if one has already stepped with its gradients.
 
         Args:
             optimizers: The optimizers to be stepped.
-            ranks_differ: Returns whether another rank can have gradients where this one has none; called only if
-                needed.
+            ranks_differ: A function that returns whether another rank can have gradients where this rank has none. It
+                is called only if needed.
 
         Raises:
-            StateError: There are no gradients, or a step was already made on them.
+            StateError: There are no gradients, or a step was already made with them.
         """
         found = False
         for optimizer in optimizers:
@@ -497,9 +537,9 @@ class Window:
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Unscale unless already unscaled, then step, or skip if a gradient is not finite.
+        """Unscale the gradients unless they are unscaled already, then step, or skip if a gradient is not finite.
 
-        A closure is as for :meth:`GradScaler.step`, and calls the session's backward.
+        A closure is as for :meth:`GradScaler.step`, and calls ``Amp.backward``.
 
         Raises:
             StateError: Gradients did not come from a scaled loss, or were changed while they were scaled.
@@ -552,7 +592,7 @@ class Window:
             )
 
     def give_up(self, optimizers: Iterable[Optimizer]) -> None:
-        """After a failed joint step: forget the flags, or check again, since they hold only for the gradients of that moment."""
+        """Make the next step of these optimizers check their gradients again, because a joint step of them has failed."""
         for optimizer in optimizers:
             if not self.scales:
                 self.scaler._flags.forget(optimizer)
@@ -560,7 +600,10 @@ class Window:
                 self._look_at_step(optimizer)
 
     def _take_back(self, optimizer: Optimizer, owned: Held | None) -> None:
-        """After a failed step: mark gradients as still scaled if they were to be unscaled by the step's fused kernel."""
+        """Record after a failed step that gradients are still scaled, if the step's fused kernel was to unscale them.
+
+        ``owned`` is the record of the optimizer's scaled gradients before the step.
+        """
         take_back(optimizer)
         if self.scaler._flags.states[id(optimizer)]["stage"] is OptState.READY:
             self.scaler._flags.forget(optimizer)
@@ -569,7 +612,7 @@ class Window:
 
     def _get_ready(self, optimizer: Optimizer) -> None:
         if not self._check(optimizer, "step"):
-            # also after a step, which left them unscaled
+            # also if a step was made before, since it left the gradients unscaled
             self.scaler._flags.states[id(optimizer)]["stage"] = OptState.UNSCALED
             self._look_again(optimizer)
 
@@ -579,7 +622,7 @@ class Window:
         known, ends = self._by_hand.pop(id(optimizer))
         if not self.scaler.works:
             return
-        if ends is not None and all(end() is None for end in ends):  # other gradients, or none
+        if ends is not None and all(end() is None for end in ends):  # the gradients were replaced or cleared
             self.scaler._flags.states[id(optimizer)]["found_inf_per_device"] = {}
         if self.scales:
             if self.scaler._unscaling.admit is not None:
@@ -607,9 +650,10 @@ class Window:
         return evaluate
 
     def count(self, result: StepResult, *, skips: bool = True) -> None:
-        """Record a step, for :attr:`skipped_steps`; if it was skipped, restore the buffers that became non-finite.
+        """Count a step for :attr:`skipped_steps`, and restore the buffers that became non-finite if it was skipped.
 
-        ``skips``: False for gradients that were cleared within another step.
+        ``skips`` says whether a skipped step is counted. It is False for gradients that were cleared within another
+        step.
         """
         if result.known:
             self.skips += result.skipped and skips
@@ -622,13 +666,13 @@ class Window:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped so far. Waits for the device if a fused optimizer decided there."""
+        """How many steps were skipped so far. Waits for the device if a fused optimizer decided there whether to skip."""
         return self.skips + (0 if self._unread is None else int(self._unread.item()))
 
     # --- gradients hidden from steps of other code ------------------------------------------------------------
 
     def scales_strange(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer outside the window has gradients that hold its scale."""
+        """Whether an optimizer that is not one of :attr:`optimizers` has gradients that are multiplied by the scale."""
         if any(known is optimizer for known in self._optimizers()):
             return False
         held = [*self._owners.values(), *([] if self._stray is None else [self._stray])]
@@ -642,7 +686,10 @@ class Window:
         )
 
     def let_go(self, optimizer: Optimizer | None = None) -> None:
-        """Unscale gradients that hold the scale: those of an optimizer, or those of parameters in no optimizer here."""
+        """Unscale gradients and stop keeping track of them.
+
+        They are those of an optimizer, or for None those of parameters outside the optimizers.
+        """
         if optimizer is not None:
             held = gradients.held(optimizer) if self.is_scaled(optimizer) else []
             self._owners.pop(id(optimizer), None)
@@ -659,7 +706,7 @@ class Window:
     # --- state ------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved scaler's state; existing gradients are rescaled."""
+        """Load the saved state of a scaler, and rescale existing gradients to the loaded scale."""
         if not self.scales:
             return
         used = self.used
@@ -683,7 +730,10 @@ def _ends(grads: list[torch.Tensor | None]) -> _Ends | None:
 
 
 def _refuse_per_sample(optimizer: Optimizer) -> None:
-    """Refuse per-sample gradients, as Opacus keeps them: they hold the loss scale too, and the optimizer steps on them."""
+    """Raise if an optimizer's parameters have per-sample gradients, as Opacus keeps them.
+
+    The optimizer steps with these, and they are multiplied by the loss scale too.
+    """
     if any(getattr(parameter, "grad_sample", None) is not None for parameter in gradients.stored(optimizer)):
         raise StateError(
             f"unscale_({type(optimizer).__name__}): its parameters have per-sample gradients (grad_sample), which also hold "
@@ -696,5 +746,5 @@ def _names(optimizers: Iterable[Optimizer]) -> str:
 
 
 def _stored(parameter: torch.Tensor) -> torch.Tensor:
-    """The model's parameter behind a master; any other parameter itself."""
+    """Return the model's parameter of which this is an fp32 master, or the parameter itself if it is not a master."""
     return getattr(parameter, "stored", parameter)

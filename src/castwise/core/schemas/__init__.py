@@ -1,7 +1,7 @@
-"""JSON Schemas of the files that castwise writes for other programs; they are package data beside this module.
+"""Provide the JSON Schemas of the files that castwise writes for other programs.
 
-``scripts/schemas.py`` generates them from the dataclasses. New fields may be added within a version; removing a field or
-changing its meaning needs a new version.
+The schemas are stored as JSON files beside this module. ``scripts/schemas.py`` generates them from the dataclasses. New
+fields may be added within a version; removing a field or changing its meaning needs a new version.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["NAMES", "PLAN_VERSION", "RECORD_VERSION", "schema"]
 
 NAMES: Final = ("plan", "evidence")
 PLAN_VERSION: Final = 1
-"""Version of ``plan.json``."""
+"""The version of the format of ``plan.json``."""
 RECORD_VERSION: Final = 1
-"""Version of result files: ``evidence.json``, ``bench.json``, ``result.json``."""
+"""The version of the format of result files: ``evidence.json``, ``bench.json`` and ``result.json``."""
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a file that castwise writes.
+    """Return the JSON Schema (draft 2020-12) of a file that castwise writes.
 
     Args:
         name: ``plan`` for ``plan.json``, or ``evidence`` for ``evidence.json``.

@@ -1,4 +1,4 @@
-"""``Amp``: one precision plan, carried through a training loop.
+"""Apply a precision plan to a training loop, with the class ``Amp``.
 
     amp = castwise.Amp("bf16-mixed")
     model, optimizer = amp.prepare(model, optimizer)
@@ -8,9 +8,14 @@
         amp.step(optimizer, max_norm=1.0)
         optimizer.zero_grad()
 
-``amp``: the session itself, on one page. ``checks``: what ``prepare`` refuses. ``apply`` and ``storage``: what it changes, through
-``undo``, the undo log. ``members``: what was prepared. ``guard``: the scaler of a plan. ``wrapping``: what parallel
-wrappers ask of it.
+The modules:
+
+- ``amp`` defines the class.
+- ``checks`` raises errors for what ``prepare`` cannot prepare.
+- ``apply`` and ``storage`` change models and optimizers. Each change has an entry in the undo log of ``undo``.
+- ``members`` keeps the prepared models and optimizers.
+- ``guard`` makes the scaler for a plan.
+- ``wrapping`` handles DistributedDataParallel and pipelines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The session class ``Amp``; see the package docstring for an example."""
+"""Define ``Amp``, which applies a precision plan to a training loop; see the package docstring for an example."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _O = TypeVar("_O", bound=Optimizer)
 
 
 class _Prepare(NamedTuple):
-    """The arguments of a call of :meth:`Amp.prepare`, to repeat it; holds only weak references."""
+    """The arguments of a call of :meth:`Amp.prepare`, with which it can be repeated, as weak references."""
 
     model: weakref.ref[nn.Module]
     optimizers: tuple[weakref.ref[Optimizer], ...]
@@ -68,7 +68,7 @@ class _Prepare(NamedTuple):
 
 
 class _HowPrepared(TypedDict, total=False):
-    """The options of :meth:`Amp.prepare`, for its overloads."""
+    """The types of the keyword arguments of :meth:`Amp.prepare`."""
 
     methods: Sequence[str]
     inference: bool
@@ -77,21 +77,21 @@ class _HowPrepared(TypedDict, total=False):
 
 
 class Amp(masters.OfThisProcess):
-    """A precision plan, applied to models and optimizers in any training loop.
+    """Applies a precision plan to models and optimizers in any training loop.
 
     Args:
         plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
         device: Device of the model, as torch takes it; by default the available accelerator, else the CPU.
         group: Process group whose ranks act together: they use one plan, and agree on skipping a step and on norms
             if their gradients can differ. By default all ranks; ``castwise.ranks.ALONE`` is this process alone.
-        nonfinite: What to do at a step whose gradients hold an infinity or a NaN, under every plan. ``"skip"``: skip
-            and count it. ``"raise"``: raise before anything has changed, at once under a plan
-            without a loss scale, and under one with a scale when no smaller scale is left to try. ``"allow"``: do not
-            check gradients; not for plans with a loss scale, which adjusts its size by skipping.
-        patience: Skipped steps in a row before an error that names the parameters; under a dynamic loss scale, only
-            once the scale is at its floor.
+        nonfinite: What to do at a step whose gradients hold an infinity or a NaN. ``"skip"`` skips the step and counts
+            it. ``"raise"`` raises before anything has changed: at once under a plan without a loss scale, and under a
+            plan with a loss scale when no smaller scale is left to try. ``"allow"`` does not check gradients. It cannot
+            be used with a loss scale, which is adjusted by skipping steps.
+        patience: Number of skipped steps in a row at which an error that names the parameters is raised. Under a
+            dynamic loss scale, it is raised only once the scale is at its floor.
 
-    Used as a context manager, or closed with :meth:`close`, it restores models, operators and process-wide settings.
+    At the end of a ``with`` block, or with :meth:`close`, models, operators and process-wide settings are restored.
 
     Raises:
         PlanError: The plan does not exist or is invalid.
@@ -99,7 +99,7 @@ class Amp(masters.OfThisProcess):
     """
 
     scaler: GradScaler
-    """The plan's loss scale; under a plan without one, a scaler that multiplies nothing and guards the steps."""
+    """The scaler that holds the loss scale. Under a plan without a loss scale, it only skips steps that are not finite."""
 
     def __init__(
         self,
@@ -128,19 +128,19 @@ class Amp(masters.OfThisProcess):
         self._undo = UndoLog()
 
     def _begin(self, plan: Plan) -> None:
-        """Set up everything that depends on the plan, before anything is prepared."""
+        """Create all attributes that depend on the plan, before anything is prepared."""
         members = self._members
         self.plan = plan
         self.scaler = scaler_for(plan, self.device_type, self._agreement.agree, *self._guard)
         self.scaler.param_names = members.names
         self.scaler._unscaling.admit = functools.partial(give_late_masters, plan)
-        # what belongs to a session does not reference it
+        # the objects below hold no reference to this Amp, so that it is freed without a garbage collection
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
         self._window.sync = masters.copy_to_model
         self._window.ranks_differ, self._agreement.window = self._agreement.can_differ, self._window
         self._watch = Watch(self._window)
         self._claim = process.Claim(plan, self.device_type)
-        self._collected.detach()  # of the claim before
+        self._collected.detach()  # the finalizer of the former claim
         self._collected = weakref.finalize(self, self._claim.close_collected)
         self._collected.atexit = False
         self._dropped = DroppedUpdates()
@@ -150,7 +150,7 @@ class Amp(masters.OfThisProcess):
 
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
-        """The session that has prepared a model, or None. It lives as long as the model does."""
+        """Return the Amp that has prepared a model, or None. The Amp lives as long as the model does."""
         return _prepared.get(_torch.calls.without_compiler(model))
 
     # --- preparing ----------------------------------------------------------------------------------------
@@ -174,34 +174,35 @@ class Amp(masters.OfThisProcess):
     ) -> Any:
         """Make a model run under the plan, and its optimizers train it under the plan.
 
-        Works in place, by hooks: the same objects are returned, and references to parameters stay valid. Prepare before
-        ``torch.compile`` and before DistributedDataParallel, after FSDP2's ``fully_shard`` and tensor parallelism's
-        ``parallelize_module``; of a pipeline, prepare each stage. If the plan compiles, this compiles the model, in
-        place. If torch.distributed is initialised, all ranks make the first call with an optimizer (or ``part=True``)
-        together, and their plans are compared.
+        This works in place, by hooks: the same objects are returned, and references to parameters stay valid. Prepare
+        before ``torch.compile`` and before DistributedDataParallel, but after FSDP2's ``fully_shard`` and tensor
+        parallelism's ``parallelize_module``. Of a pipeline, prepare each stage. If the plan says so, the model is also
+        compiled, in place. If torch.distributed is initialised, all ranks must make the first call with an optimizer
+        (or with ``part=True``) together, and their plans are compared.
 
         Args:
-            model: In any state of training, on its device.
-            optimizers: The optimizers that update it. Prepare several models by several calls, each with the optimizers
-                that update it; pass an optimizer that updates several models with each of them. An optimizer created
-                later is passed later, with the model again, unless the plan stores parameters low.
+            model: The model, before or during training, on its device.
+            optimizers: The optimizers that update the model. Prepare several models by several calls, each with the
+                optimizers that update that model. Pass an optimizer that updates several models with each of them. An
+                optimizer created later can be passed later, with the model again, unless the plan stores parameters in
+                bf16 or fp16.
             methods: Names of methods besides ``forward`` that your code calls and that run under the plan too.
-            inference: Cast weights once instead of at every call, and keep no masters: for a model that is not
-                trained any more. Norm layers keep their weights.
-            part: The model is one stage of a pipeline: regions of the plan that match no module in it belong to other
-                stages. :meth:`pipeline` checks that each region matches in some stage.
-            widen: For a model that arrives in bf16 or fp16: store in fp32 tensors that the plan does not store low. True:
-                trained parameters and buffers in their modules; ``"all"``: frozen parameters too. Exact and in place,
-                so that optimizers stay valid; their state is converted too. ``close`` restores the former format,
-                rounded.
+            inference: Cast weights once instead of at every call, and keep no fp32 masters. This is for a model that is
+                not trained any more. Norm layers keep their weights.
+            part: Whether the model is one stage of a pipeline, so that regions of the plan that match no module in it
+                belong to other stages. :meth:`pipeline` checks that each region matches in some stage.
+            widen: Which tensors of a model that arrives in bf16 or fp16 to store in fp32, where the plan does not store
+                them in bf16 or fp16. True: trained parameters, and buffers of modules without frozen low parameters.
+                ``"all"``: frozen parameters too. The conversion is exact and in place, so that optimizers stay valid,
+                and their state is converted too. :meth:`close` restores the former dtypes, rounded.
 
         Returns:
             ``model`` alone if no optimizer was given, else ``(model, *optimizers)``.
 
         Raises:
             PatternError: A region of the plan does not fit the model.
-            PlanError: Trained parameters arrive low under a plan that stores them in fp32, without ``widen``;
-                ``widen`` is invalid, or has no effect under the plan; or ranks have different plans.
+            PlanError: Trained parameters arrive in bf16 or fp16 under a plan that stores them in fp32, and ``widen`` is
+                not given. Or ``widen`` is invalid or has no effect under the plan, or ranks have different plans.
             StateError: The order of wrapping is wrong, or something is prepared twice.
         """
         check_widen("prepare", widen)
@@ -220,7 +221,9 @@ class Amp(masters.OfThisProcess):
     ) -> None:
         methods, inference, part, widen = how["methods"], how["inference"], how["part"], how["widen"]
         if kept is not None and not self.plan.stores_low:
-            widen = widen or kept.trains(model)  # masters were fp32, and the parameters become fp32
+            widen = widen or kept.trains(
+                model
+            )  # parameters that had fp32 masters under the former plan become fp32
         late = [optimizer for optimizer in optimizers if not self._members.holds(optimizer)]
         if late and not (inference or self.plan.stores_low) and self._has(model):
             self._join(_torch.calls.without_compiler(model), late, part)
@@ -259,7 +262,7 @@ class Amp(masters.OfThisProcess):
         self._note_prepared(target, optimizers, how)
 
     def _check(self, found: Inventory, *, wrapped: bool, inference: bool) -> None:
-        """Refuse what this session cannot prepare, before anything has changed."""
+        """Raise if this Amp cannot prepare the model and optimizers, before anything has changed."""
         check_model(found, self.plan, self.device_type, wrapped=wrapped)
         owner = _prepared.get(found.model)
         if owner is not None:
@@ -284,7 +287,10 @@ class Amp(masters.OfThisProcess):
             check_apart(found, self._members.optimizers)
 
     def _enter(self, model: nn.Module, root: borders.Border, log: UndoLog, *, trains: bool) -> None:
-        """Register a model that has its borders."""
+        """Register a model on which the borders (:class:`~castwise.core.model.borders.Border`) are installed.
+
+        ``trains`` says whether the model will be trained.
+        """
         if self.scaler.works and trains:
             copies = self._buffers.follow(model)
             root.watch(model, copies.begin, copies.take, copies.forget_unused)
@@ -307,12 +313,15 @@ class Amp(masters.OfThisProcess):
 
     @property
     def _will_meet(self) -> bool:
-        """Whether ranks must synchronise: at the first trained model of each rank, whatever some ranks have prepared before."""
+        """Whether ranks must compare their plans, as they do when each rank prepares its first model to train."""
         return not self._met and self._agreement.ranks.size > 1
 
     @contextlib.contextmanager
     def _together(self, meets: bool) -> Iterator[None]:
-        """Synchronise ranks: all have one plan and complete the block, or all raise, so that none waits for another."""
+        """Return a context manager that raises on all ranks if the block fails on one, or if the ranks' plans differ.
+
+        So no rank waits for another that has failed. If ``meets`` is false, ranks do not communicate.
+        """
         try:
             yield
         except Exception as error:
@@ -326,20 +335,20 @@ class Amp(masters.OfThisProcess):
         self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
 
     def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
-        """Switch to another plan between two steps: prepare the same models and optimizers again, under that plan.
+        """Switch to another plan between two steps, by preparing the same models and optimizers again under that plan.
 
-        Weights, optimizer state and, if both plans use the same update rule, the loss scale stay; it is better to clear
-        gradients before. The session's ``scaler`` is replaced. If the change fails, everything stays as it was. All
-        ranks call it together.
+        Weights and optimizer state stay. The loss scale stays if both plans have the same
+        :class:`~castwise.LossScale`. It is better to clear gradients before. :attr:`scaler` is replaced. If the change
+        fails, everything stays as it was. All ranks must call this together.
 
         Args:
-            plan: As for the session.
+            plan: The new plan, as for the constructor.
 
         Raises:
             PlanError: The plan does not exist or does not fit the model; see :meth:`prepare`.
             DeviceError: The device cannot run the plan.
-            StateError: A model has run compiled; or, if one of the plans stores parameters low, a model is sharded
-                or in DistributedDataParallel.
+            StateError: A model has run compiled. Or one of the plans stores parameters in bf16 or fp16, and a model is
+                sharded or in DistributedDataParallel.
         """
         chosen = as_plan(plan)
         process.check_device(chosen, self.device_type)
@@ -379,7 +388,7 @@ class Amp(masters.OfThisProcess):
                     _meet_ddp(ddp, ddp.get_submodule("module"))
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether this session has prepared this very optimizer and has not been closed since."""
+        """Whether this Amp has prepared this very optimizer and has not been closed since."""
         return self._members.holds(optimizer)
 
     def _has(self, model: Any) -> bool:
@@ -415,10 +424,12 @@ class Amp(masters.OfThisProcess):
     def resolve(
         self, model: nn.Module, *, part: bool = False, inference: bool = False, widen: bool | str = False
     ) -> Resolution:
-        """Resolve the plan for a model, without changing the model: ``print(amp.resolve(model))``.
+        """Work out what the plan means for each module and tensor of a model, without changing the model.
+
+        ``print(amp.resolve(model))`` shows it.
 
         Args:
-            model: In any state.
+            model: The model, prepared or not.
             part: As for :meth:`prepare`.
             inference: As for :meth:`prepare`.
             widen: As for :meth:`prepare`.
@@ -433,10 +444,12 @@ class Amp(masters.OfThisProcess):
         return resolve(self.plan, model, self.device_type, part=part, inference=inference, widen=widen)
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
-        """A block in which operators are cast by the plan, for code outside a prepared module: a loss, a function.
+        """Return a context manager in which operators are cast by the plan, for code outside a prepared module.
+
+        Such code may be a loss or another function.
 
         Args:
-            enabled: False for an fp32 block inside such a block.
+            enabled: False for a part of such a block in which operators are not cast.
             cache_enabled: As in :class:`castwise.autocast`.
         """
         if enabled and cache_enabled is None:
@@ -448,14 +461,16 @@ class Amp(masters.OfThisProcess):
     # --- losses -------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor, name: str = "loss") -> torch.Tensor:
-        """Multiply a loss by its scale, for your own call of ``backward()``. Opens the next window after a step.
+        """Multiply a loss by the loss scale, for your own call of ``backward()``.
+
+        The first call after a step also updates the scale.
 
         Args:
-            loss: Scalar, any floating dtype; low formats are scaled in fp32.
+            loss: Scalar of any floating dtype; a bf16 or fp16 loss is scaled in fp32.
             name: Name of the loss, which selects the scale.
 
         Returns:
-            The scaled loss; the loss unchanged under a plan without a loss scale.
+            The scaled loss, or the loss unchanged under a plan without a loss scale.
 
         Raises:
             PlanError: The loss is not a tensor, or is complex.
@@ -478,7 +493,10 @@ class Amp(masters.OfThisProcess):
         return lent
 
     def get_scale(self, name: str = "loss") -> float:
-        """The scale of the next loss of that name, 1.0 under a plan without one. Changes nothing; waits for the device."""
+        """Return the scale by which the next loss of that name will be multiplied, or 1.0 without a loss scale.
+
+        This changes nothing, and waits for the device.
+        """
         return self.scaler.get_scale(name)
 
     def backward(self, loss: torch.Tensor, name: str = "loss", **kwargs: Any) -> None:
@@ -550,14 +568,16 @@ class Amp(masters.OfThisProcess):
         name: str | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Unscaled gradients of a loss with respect to ``inputs``, for penalties; computed at the loss scale, which prevents underflow.
+        """Return the gradients of a loss with respect to ``inputs``, unscaled, for example for a gradient penalty.
+
+        The loss is multiplied by the loss scale first and the gradients are divided by it, which prevents underflow.
 
         Args:
             loss: Scalar.
             inputs: Tensors to differentiate with respect to.
             create_graph: Keep the graph of the gradients, for a penalty on them.
-            name: Name of the loss whose scale is used: the loss to which the penalty is added, so that an overflow here
-                lowers its scale. None: the smallest scale of all losses.
+            name: Name of the loss whose scale is used. Give the loss to which the penalty is added, so that an overflow
+                here lowers the scale of that loss. None uses the smallest scale of all losses.
             kwargs: As in ``torch.autograd.grad``.
 
         Returns:
@@ -589,9 +609,10 @@ class Amp(masters.OfThisProcess):
     # --- steps --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by their scale, in place. Optional: :meth:`step` unscales if you have not.
+        """Divide an optimizer's gradients by the loss scale, in place.
 
-        Call it before anything changes gradients; the step checks again whether they are finite.
+        This is optional, since :meth:`step` unscales gradients that are still scaled. Call it before anything changes
+        the gradients. The step checks again whether they are finite.
 
         Raises:
             StateError: The gradients were changed while they were scaled.
@@ -604,7 +625,7 @@ class Amp(masters.OfThisProcess):
         max_norm: float,
         norm_type: float = 2.0,
     ) -> torch.Tensor:
-        """Clip by the global norm, after unscaling.
+        """Unscale gradients, and clip them in place so that their global norm is at most ``max_norm``.
 
         Args:
             optimizer_or_params: An optimizer, or parameters whose gradients are unscaled already.
@@ -627,7 +648,7 @@ class Amp(masters.OfThisProcess):
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor, clip_value: float
     ) -> None:
-        """Clip every element to ``[-clip_value, clip_value]``, after unscaling.
+        """Unscale gradients, and clip every element in place to ``[-clip_value, clip_value]``.
 
         Raises:
             PlanError: ``clip_value`` is not a number, is NaN, or is below zero.
@@ -639,7 +660,10 @@ class Amp(masters.OfThisProcess):
     def _unscaled(
         self, of: Optimizer | Iterable[torch.Tensor] | torch.Tensor, look: bool
     ) -> tuple[list[torch.Tensor], list[Optimizer]]:
-        """Parameters, with their gradients unscaled if ``look``, and the optimizers that hold them."""
+        """Return the parameters that an optimizer or an iterable holds, and the optimizers that update them.
+
+        If ``look`` is true, their gradients are unscaled.
+        """
         if isinstance(of, Optimizer):
             params, optimizers = [p for group in of.param_groups for p in group["params"]], [of]
         else:
@@ -658,20 +682,21 @@ class Amp(masters.OfThisProcess):
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, closure: Callable[[], Any] | None = None
     ) -> StepResult:
-        """Unscale, agree across ranks, clip, then step, or skip if a gradient is not finite.
+        """Unscale and clip gradients, then step, or skip the step if a gradient is not finite on any rank.
 
         Args:
-            optimizers: The optimizers to step; several decide together, and clip by their joint norm.
-            max_norm: Clip the gradients to this global norm first.
-            closure: For optimizers that evaluate the loss themselves (LBFGS): clears gradients, computes the loss,
-                calls :meth:`backward` and returns the loss. Gradients are unscaled and checked at each evaluation.
+            optimizers: The optimizers to step. Several step or skip together, and clip by their joint norm.
+            max_norm: The global norm to which the gradients are clipped first, or None not to clip.
+            closure: A function for optimizers that evaluate the loss themselves (LBFGS). It clears gradients, computes
+                the loss, calls :meth:`backward` and returns the loss. Gradients are unscaled and checked each time it
+                is called.
 
         Returns:
             Whether the step was skipped, and the norm before clipping.
 
         Raises:
-            StateError: An optimizer was not prepared or has no gradients, or its gradients were changed while they were
-                scaled, or it has already stepped on them.
+            StateError: An optimizer was not prepared or has no gradients. Or its gradients were changed while they were
+                scaled, or it has already stepped with them.
             NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
             LossScaleError: Gradients are not finite ``patience`` times in a row, and the loss scale cannot shrink any
                 more.
@@ -728,7 +753,7 @@ class Amp(masters.OfThisProcess):
         if closure is not None:
             attachment = masters.attachment_of(optimizers[0])
             if attachment is not None:
-                attachment.copy_to_model()  # undoing a step restores only the masters
+                attachment.copy_to_model()  # if the step was undone, only the masters have their former values so far
         frames.clear_weight_cache()
         result = StepResult.join(results, norm)
         for listener in self._listeners:
@@ -743,14 +768,15 @@ class Amp(masters.OfThisProcess):
         """Register functions that are called with every loss before its backward, and with the result of every :meth:`step`.
 
         Args:
-            losses: Called with each loss, unscaled, and its name, when its window is open.
-            steps: Called with the optimizers and the result that :meth:`step` will return. A step that raises has no
-                result.
+            losses: A function that is called with each loss, unscaled, and its name. The scale has been updated by then
+                if the loss is the first after a step.
+            steps: A function that is called with the optimizers and the result that :meth:`step` will return. It is not
+                called for a step that raises.
 
         Returns:
-            A function that removes them.
+            A function that removes both functions.
         """
-        # wrapped, so that each call adds an entry of its own that can be removed
+        # wrapped, so that a function that is registered twice has two entries, each of which can be removed
         look = None if losses is None else functools.partial(losses)
         listener = None if steps is None else functools.partial(steps)
         self._on_loss += [look] if look else []
@@ -766,35 +792,39 @@ class Amp(masters.OfThisProcess):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the session was created; optimizers that step together count one each.
+        """How many steps were skipped since this Amp was created. Optimizers that step together count one each.
 
-        Reading it waits for the device only if a fused optimizer on an accelerator decided by itself.
+        Reading this waits for the device only if a fused optimizer on an accelerator decided there whether to skip.
         """
         return self._window.skipped_steps
 
     @property
     def restored_buffers(self) -> dict[str, int]:
-        """For each buffer's path, how often it became non-finite in a skipped step and got its last finite values back.
+        """How often each buffer became non-finite in a skipped step and got its last finite values back, by its path.
 
-        The model's class is in front if the session has several models; buffers that were never restored are left out.
-        Reading it waits for the device in the same cases as :attr:`skipped_steps`.
+        If this Amp has several models, the class of the model is in front of each path. Buffers that were never
+        restored are left out. Reading this waits for the device in the same cases as :attr:`skipped_steps`.
         """
         return self._buffers.restored
 
     @property
     def dropped_updates(self) -> float | None:
-        """The share of the updates' squared norm that rounding dropped so far, if parameters are stored low without masters.
+        """The share of the updates' squared norm that was lost because parameters are rounded to bf16 or fp16.
 
-        It is measured at a few steps (the first, second, fourth, ... and
-        every 64th) on slices of this process's parameters; those steps wait for the device. An update that the
-        optimizer keeps in its state (Kahan summation) does not count as dropped, nor does any update of an optimizer
-        that rounds stochastically. The value is None under other plans, before the first step, and for an optimizer whose steps
-        cannot be repeated on a copy: one that evaluates the loss itself or holds more than options and state.
+        It is measured under plans that store parameters in bf16 or fp16 without fp32 masters, and None under other
+        plans. It is measured at a few steps (the first, second, fourth, ... and every 64th) on slices of this process's
+        parameters. Those steps wait for the device. An update that the optimizer keeps in its state (Kahan summation)
+        does not count as lost, nor does any update of an optimizer that rounds stochastically. The value is also None
+        before the first step, and if the optimizer's step cannot be repeated on a copy of the optimizer. That is so if
+        the step evaluates the loss itself, or if the optimizer holds more than options and state.
         """
         return self._dropped.share
 
     def summary(self) -> str:
-        """Text for a log: the plan, the weights and their format on arrival, the steps, and updates lost to rounding."""
+        """Return text for a log, which describes the plan, the weights and their former formats, and skipped steps.
+
+        It also says which share of the updates was lost to rounding.
+        """
         said = summarise(self._members, self.plan, self._dropped)
         steps = [f"skipped steps: {self.skipped_steps}", *say_restored(self.restored_buffers)]
         return "\n".join([f"{self.plan} on {self.device_type}: {self.plan.summary()}", *said, *steps])
@@ -802,11 +832,11 @@ class Amp(masters.OfThisProcess):
     # --- several processes --------------------------------------------------------------------------------
 
     def mp_policy(self, module: nn.Module | None = None, model: nn.Module | None = None) -> Any:
-        """The plan as a ``MixedPrecisionPolicy`` for FSDP2's ``fully_shard``.
+        """Return the ``MixedPrecisionPolicy`` with which FSDP2's ``fully_shard`` follows the plan.
 
         Args:
             module: The module to be sharded. Without ``model``, only ``type:`` regions can apply to it.
-            model: The whole model that contains it, so that regions by path apply too.
+            model: The whole model that contains the module, so that regions by path apply too.
 
         Returns:
             A policy that gathers parameters in the format in which the plan stores them and reduces gradients in fp32.
@@ -816,15 +846,16 @@ class Amp(masters.OfThisProcess):
     def fully_shard(
         self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), part: bool = False, **options: Any
     ) -> Any:
-        """Call FSDP2's ``fully_shard`` for the plan: on regions that need their own group, on each block, then on the model.
+        """Shard a model with FSDP2's ``fully_shard``, in groups of parameters that the plan stores in one format.
 
-        Call it before the optimizer is made and before :meth:`prepare`.
+        ``fully_shard`` is called on each region that stores parameters in a format of its own, on each block, and on
+        the model. Call this before the optimizer is made and before :meth:`prepare`.
 
         Args:
             model: The model, on its device.
-            blocks: Submodules that are gathered and freed one at a time, such as its layers.
-            part: The model is one stage of a pipeline, as for :meth:`prepare`.
-            options: For ``fully_shard``: ``mesh``, ``reshard_after_forward`` and others.
+            blocks: Submodules whose parameters are gathered and freed one submodule at a time, such as the layers.
+            part: Whether the model is one stage of a pipeline, as for :meth:`prepare`.
+            options: Arguments of ``fully_shard``, such as ``mesh`` and ``reshard_after_forward``.
 
         Returns:
             The model.
@@ -833,16 +864,16 @@ class Amp(masters.OfThisProcess):
         return model
 
     def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
-        """Declare a parameter that was sharded by hand: each rank of ``group`` holds one piece of it.
+        """Declare that a parameter is this rank's piece of a weight that your own code has split over the ranks of ``group``.
 
-        Steps are then skipped by all ranks or none, and norms are those of the whole parameter. DTensors need no
+        Steps are then skipped by all ranks or none, and norms are those of the whole weight. DTensors need no
         declaration.
 
         Args:
             parameter: The model's parameter.
             group: The ranks that hold the pieces; None for all.
-            dim: The dimension along which the whole parameter was cut, in the order of ranks. If given, a checkpoint
-                holds the whole parameter and can be resumed under another layout.
+            dim: The dimension along which the weight was split, in the order of ranks. If given, a checkpoint holds the
+                whole weight and can be resumed under another layout.
 
         Raises:
             StateError: torch.distributed is not initialised.
@@ -853,9 +884,9 @@ class Amp(masters.OfThisProcess):
     def pipeline(self, schedule: Any) -> Any:
         """Make a schedule of ``torch.distributed.pipelining`` train under the plan.
 
-        The schedule starts its backward passes from the scaled loss and reports the unscaled loss; norms and skipped
-        steps are those of all stages together. Stages in low formats pass their outputs on unchanged, and only the
-        last stage's outputs are cast to fp32.
+        The schedule starts its backward passes from the scaled loss and reports the unscaled loss. Norms and skipped
+        steps are those of all stages together. Stages pass bf16 or fp16 outputs on unchanged, and only the last stage's
+        outputs are cast to fp32.
 
         Args:
             schedule: A schedule of stages whose modules were prepared, on every rank.
@@ -870,27 +901,33 @@ class Amp(masters.OfThisProcess):
         return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """For a parameter marked without ``dim``: the number of this rank's piece, and the number of pieces."""
+        """Return the index of this rank's piece of a parameter and the number of pieces, or None.
+
+        It is None if the parameter was not declared by :meth:`mark_sharded`. It is also None if the parameter was
+        declared with ``dim`` and FSDP2 has not sharded it further, since :meth:`as_whole` represents such a parameter.
+        """
         return self._agreement.pieces.piece(parameter)
 
     def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Values of a parameter marked with ``dim``, as a DTensor of the whole parameter; other values unchanged."""
+        """Return values of a parameter that was declared by :meth:`mark_sharded` with ``dim`` as a DTensor of the whole.
+
+        Values of any other parameter are returned unchanged.
+        """
         return self._agreement.pieces.as_whole(parameter, values)
 
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The session's state: the plan, as JSON, and the loss scales. It holds no tensors, so it loads with ``weights_only``.
+        """Return the plan, as JSON, and the loss scales, as a dict without tensors that loads with ``weights_only``.
 
-        After a step the scales are those of the next loss; reading them changes nothing.
+        After a step, the scales are those by which the next losses will be multiplied. Reading them changes nothing.
         """
         return {"version": 1, "plan": self.plan.to_json(), "scaler": self.scaler.state_dict() or None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the loss scales of a saved session, of this plan or another.
+        """Load the loss scales of a saved state, whether it was saved under this plan or another.
 
-        A scale saved under a plan with a loss scale is loaded; if there is none, the plan's initial
-        scale is used.
+        If the state has no loss scale, the present scale stays.
 
         Raises:
             CheckpointError: The state did not come from :meth:`state_dict`.
@@ -904,14 +941,14 @@ class Amp(masters.OfThisProcess):
             self._window.load_state_dict(state["scaler"])
 
     def model_state_dict(self, model: nn.Module, *, as_given: bool = False) -> dict[str, torch.Tensor]:
-        """The model's weights in fp32 under its usual keys, from the masters if there are any.
+        """Return the model's weights in fp32 under the keys of its state dict, from the fp32 masters if there are any.
 
         A checkpoint of these weights loads into the model under any plan.
 
         Args:
-            model: A prepared model, or a part of one.
-            as_given: Return weights that arrived in bf16 or fp16 in that format, rounded once: for a checkpoint like
-                the one from which the model was loaded. Resuming training from such a checkpoint loses precision.
+            model: A prepared model, or a submodule of one.
+            as_given: Whether to return weights that arrived in bf16 or fp16 in that format, rounded once. The result is
+                a checkpoint like the one from which the model was loaded. Resuming training from it loses precision.
         """
         target = _torch.calls.without_compiler(model)
         weights = masters.fp32_state_dict(target)
@@ -920,9 +957,9 @@ class Amp(masters.OfThisProcess):
     def close(self) -> None:
         """Undo everything that :meth:`prepare` changed; trained weights keep their values.
 
-        It undoes hooks, dtypes and memory formats, masters (whose values are copied into the model), fused flags, the
-        format of optimizer state and process-wide settings. If one entry of the undo log fails, the others are still
-        undone.
+        It undoes hooks, dtypes, memory formats, fused optimizer kernels, the dtype of optimizer state and process-wide
+        settings. Masters are removed, and their values are copied into the model. If undoing one change fails, the
+        others are still undone.
         """
         self._undo.close()
         self._prepares.clear()
@@ -930,7 +967,7 @@ class Amp(masters.OfThisProcess):
         self._wrapping.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
-        """A session of the same plan and loss scales with nothing prepared: models and optimizers belong to one session."""
+        """Return an Amp with the same plan and loss scales, in which nothing is prepared."""
         nonfinite, patience = self._guard
         group = self._agreement.group
         memo[id(self)] = other = Amp(
@@ -955,15 +992,15 @@ class Amp(masters.OfThisProcess):
 
 
 class SessionView:
-    """A session's internals, for tools that watch a training.
+    """Gives access to the internals of an :class:`Amp`, for tools that watch a training run.
 
     Args:
-        amp: The session.
+        amp: The Amp.
 
     Attributes:
-        members: Models and optimizers.
-        agreement: The agreement of ranks.
-        undo: The log that ``close`` replays.
+        members: The prepared models and optimizers.
+        agreement: The object that makes ranks agree.
+        undo: The log of changes that :meth:`Amp.close` undoes.
     """
 
     def __init__(self, amp: Amp) -> None:
@@ -972,17 +1009,17 @@ class SessionView:
 
     @property
     def ranks(self) -> Ranks:
-        """The agreement of ranks."""
+        """The ranks that act together."""
         return self.agreement.ranks
 
     @property
     def window(self) -> Window:
-        """The window of the loss scale; :meth:`Amp.change` replaces it."""
+        """The object that decides when the loss scale is updated. :meth:`Amp.change` replaces it."""
         return self._amp._window
 
     @property
     def dropped(self) -> DroppedUpdates:
-        """Updates dropped by rounding since the last :meth:`Amp.change`."""
+        """The measurements of updates that rounding dropped since the last :meth:`Amp.change`."""
         return self._amp._dropped
 
 
@@ -991,7 +1028,7 @@ def _in_fp32(grad: Any) -> Any:
 
 
 def _sessions_in(module: nn.Module) -> list[tuple[nn.Module, Amp]]:
-    """The prepared models that have parameters of a module, and their sessions."""
+    """Return the prepared models that share parameters with a module, each with the Amp that prepared it."""
     own = set(map(id, module.parameters()))
     return [
         (model, amp)
@@ -1001,7 +1038,10 @@ def _sessions_in(module: nn.Module) -> list[tuple[nn.Module, Amp]]:
 
 
 def _meet_ddp(ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> None:
-    """Called when DDP is built on a prepared model, a part of one, or bare parameters, as ``replicate`` passes them."""
+    """Tell the Amps concerned that DistributedDataParallel is being built on a module with parameters of their models.
+
+    The module may be a prepared model, a part of it, or a holder of its parameters, as ``replicate`` passes them.
+    """
     for model, amp in _sessions_in(module):
         amp._undo.on(model, amp._wrapping.leave_ddp)
         amp._wrapping.join_ddp(ddp, module, model)
@@ -1014,7 +1054,10 @@ def _meet_fsdp1(module: nn.Module) -> None:
 
 
 def _end_join(ddp: nn.parallel.DistributedDataParallel, rank: int) -> None:
-    """Give ranks that had ended the last rank's masters and loss scale, without which their gradients could not be averaged."""
+    """Give all ranks the masters and the loss scale of ``rank`` at the end of torch's ``Join``.
+
+    Ranks that ended early have old ones, so that their gradients could not be averaged with those of other ranks.
+    """
     for _, amp in _sessions_in(ddp):
         amp._wrapping.share_masters(ddp, ddp.get_submodule("module"), rank)
         state = [amp.scaler.state_dict()]

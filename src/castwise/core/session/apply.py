@@ -1,8 +1,8 @@
-"""Apply a resolution through an undo log.
+"""Change a model and its optimizers as a plan says, so that every change can be undone.
 
-Every change here has an entry in the log (:class:`~castwise.core.session.undo.UndoLog`), made before the change or with
-it: a failure at any point, Ctrl-C included, replays the log, and so does ``Amp.close``. The log references neither
-models nor optimizers.
+Every change has an entry in an undo log (:class:`~castwise.core.session.undo.UndoLog`), which is made before the change
+or with it. If anything fails, Ctrl-C included, the entries undo what was changed. ``Amp.close`` does the same. The log
+holds only weak references to models and optimizers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from castwise.core.session.undo import UndoLog
 from castwise.errors import StateError
 
 _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.WeakKeyDictionary()
-"""The masters of a model: if its optimizer is gone, the model still gets their values back."""
+"""The masters of each model. They are kept here so that a model gets their values even if its optimizer is gone."""
 _late: weakref.WeakKeyDictionary[
     nn.Module, tuple[list[weakref.ref[Optimizer]], list[weakref.ref[nn.Parameter]]]
 ] = weakref.WeakKeyDictionary()
-"""Optimizers prepared after their model, and the parameters stored in another format: their state is converted, and
-converted back on undo."""
+"""For each model, the optimizers that were prepared after it, and its parameters that are stored in another format.
+
+The state of these optimizers for these parameters is converted, and converted back when the changes are undone.
+"""
 
 
 def apply(
@@ -48,10 +50,20 @@ def apply(
     inference: bool,
     log: UndoLog,
 ) -> Border:
-    """Put borders on a model, store its tensors, give its optimizers masters and fused kernels, and compile it.
+    """Change a model and its optimizers as a plan says.
 
-    Model, optimizers and ``methods`` have been checked, and ``dtypes`` holds the tensors whose dtype must change. Under
-    ``inference`` nothing is trained. The log gets the undo entry of each change.
+    This installs the hooks that cast inputs and outputs, converts tensors, gives optimizers fp32 masters and fused
+    kernels, and compiles the model, as far as the plan asks for it.
+
+    Args:
+        model: The model, which has been checked.
+        optimizers: Its optimizers, which have been checked.
+        resolution: What the plan means for the model.
+        dtypes: The new dtype of each tensor whose dtype must change.
+        device_type: Device of the model.
+        methods: Names of methods besides ``forward`` that run under the plan, which have been checked.
+        inference: Whether the model is not trained.
+        log: The undo log, which gets an entry for each change.
 
     Returns:
         The border around the model.
@@ -76,7 +88,7 @@ def apply(
         if parameter in dtypes
         and not (plan.keeps_masters and parameter.requires_grad and dtypes[parameter] in LOW_DTYPES)
     ]
-    # with masters, state is fp32, and is converted back for parameters that arrived low
+    # with masters, optimizer state is fp32; undoing converts it back for parameters that arrived in bf16 or fp16
     arrived = [weakref.ref(p) for p in model.parameters() if plan.keeps_masters and masters.is_low(p)]
     log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
@@ -102,7 +114,7 @@ def apply(
     if not inference:
         fsdp.follow_unfreezing(model, plan, log.callback)
     if dtypes and not (plan.keeps_masters and optimizers):
-        # loading state loads the remembered originals too; with masters, attaching does this
+        # these hooks keep the remembered fp32 values up to date when a state is loaded; attaching masters installs them too
         masters.install_hooks(model, log.callback)
     if plan.keeps_masters and (dtypes or arrived):
         refuse = functools.partial(_refuse_stranger, alive)
@@ -120,7 +132,10 @@ def apply(
 
 
 def apply_late(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, log: UndoLog) -> None:
-    """Make optimizers step by the plan of a model that was prepared before them and stores no parameter low."""
+    """Make optimizers follow the plan of a model that was prepared before them.
+
+    The plan stores no parameter in bf16 or fp16.
+    """
     late, changed = _late[model]
     log.callback(storage.put_back_state, log.kept)
     for optimizer in optimizers:
@@ -145,7 +160,10 @@ def _follow_late(
 
 
 def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-    """Copy the masters' values into the model; other models in the same optimizers keep their masters."""
+    """Remove a model's masters and copy their values into the model, when its preparation is undone.
+
+    Other models that the same optimizers update keep their masters.
+    """
     model = reference()
     found = [] if model is None else list(_kept.get(model, ()))
     alive = [optimizer for ref in optimizers if (optimizer := ref()) is not None]
@@ -159,7 +177,7 @@ def _detach(reference: weakref.ref[nn.Module], optimizers: Iterable[weakref.ref[
 def _refuse_unfrozen(
     kind: str, frozen: Iterable[tuple[str, weakref.ref[nn.Parameter]]], optimizer: Optimizer, *_: object
 ) -> None:
-    """Before any optimizer's step: refuse to train in a low format what was frozen when it was prepared."""
+    """Raise if an optimizer is about to update a bf16 or fp16 parameter that was frozen when its model was prepared."""
     trained = [(name, p) for name, ref in frozen if (p := ref()) is not None and p.requires_grad]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if trained else set()
     for name, parameter in trained:
@@ -172,7 +190,7 @@ def _refuse_unfrozen(
 
 
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, *_: object) -> None:
-    """Before any optimizer's step: refuse an optimizer without masters if the plan keeps masters of its low parameters."""
+    """Raise if an optimizer without masters is about to update bf16 or fp16 parameters whose plan requires masters."""
     model = reference()
     if model is None or masters.attachment_of(optimizer) is not None:
         return

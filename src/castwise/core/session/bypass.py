@@ -1,14 +1,15 @@
-"""Notice a prepared model that is trained without being called, so that its plan does not apply.
+"""Raise or warn if a prepared model is trained without being called, so that its plan does not apply.
 
-A border is a pair of hooks, and torch runs hooks only when a module is called: not for ``model.forward(x)``, nor for a
-container whose parts are called one by one. Operators then run in fp32, whatever the plan says. So the first backward
-passes are checked: if one reaches parameters of a model, the operators that used them must have been recorded inside
-the model's border.
+A plan is applied by a pair of hooks around the model (its :class:`~castwise.core.model.borders.Border`). torch runs
+hooks only when a module is called. It runs none for ``model.forward(x)``, and none for a container whose children are
+called one by one. Operators then run in fp32, whatever the plan says. So the first backward passes are checked. If one
+reaches parameters of a model, the operators that used them must have run inside the model's border.
 
-Operators that ran in the plan's format outside the border, such as inside an autocast block, are right too, and so are
-operators that no plan casts: an error needs a product, by one of torch's operators, with something else than the weight
-itself. A weight that is stored low needs no cast in an autocast block, so nothing is reported once such a block was
-entered. Compiled code cannot be checked. Once a backward has shown that the model runs by the plan, checking stops.
+Operators may also run in the plan's format outside the border, for example inside an autocast block, and this is right
+too. So are operators that no plan casts. An error is therefore raised only if a weight was multiplied, by one of
+torch's operators, with something else than itself. A weight that is stored in bf16 or fp16 needs no cast in an autocast
+block, so nothing is reported for it once such a block was entered. Compiled code cannot be checked. Checking stops once
+a backward pass has shown that the model runs under the plan.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from castwise.core.plans.formats import LOW_DTYPES
 from castwise.errors import StateError
 
 _LOOKS = 64
-"""After this many backward passes without a decision, a model is no longer checked."""
+"""The number of backward passes after which a model is no longer checked if nothing was found."""
 
 
 @dataclass(eq=False)
 class _Watched:
-    """A part of a model that computes in one format, and what was observed of its calls.
+    """A module of a model that has a border, and what was observed of its calls.
 
     Attributes:
         model: The prepared model.
         path: Path of the module with the border.
-        entries: Counts of entries into the border.
+        entries: The record of autograd nodes that were created inside the border.
         dtype: The dtype to which operators inside are cast.
-        key: Key of the border's frame.
+        key: The text by which traced graphs identify the precision settings inside the border.
         plan: The plan as text.
         inner: Paths of modules inside that have their own borders.
-        begun: Number of the next autograd node when the border was put on.
+        begun: Number of the next autograd node when the border was installed.
         blocks: Number of autocast blocks that had been entered by then.
-        entered: Whether it has ever been called in training.
-        misses: Backward passes in a row that reached it without a call before.
+        entered: Whether the module has ever been called in training.
+        misses: Number of backward passes in a row that reached its parameters although it was not called.
         looks: Number of backward passes still to check.
-        say: Called with the message, instead of raising an error.
+        say: A function to call with the message instead of raising an error, or None.
     """
 
     model: weakref.ref[nn.Module]
@@ -68,7 +69,11 @@ class _Watched:
     say: Callable[[str], object] | None = None
 
     def own(self) -> dict[int, str]:
-        """By ``id``, the names of those parameters whose nearest border this is and whose use a backward can show."""
+        """Return the names of the parameters to check, by ``id``.
+
+        These are the trained parameters inside this border and inside no inner one. bf16 and fp16 parameters are left
+        out once an autocast block was entered.
+        """
         model = self.model()
         if model is None:
             return {}
@@ -80,7 +85,10 @@ class _Watched:
         }
 
     def is_settled(self, nodes: Sequence[Any]) -> bool:
-        """Whether the recorded uses of the parameters show that they ran by the plan, or can never show anything."""
+        """Whether these autograd nodes, which used the parameters, show that the module ran under the plan.
+
+        Nodes whose operators cannot be seen, such as those of compiled code, count as showing it.
+        """
         return any(map(self._is_by_plan, nodes))
 
     def _is_by_plan(self, node: Any) -> bool:
@@ -93,10 +101,11 @@ class _Watched:
         )
 
     def strays(self, products: Sequence[Any]) -> bool:
-        """Whether there is a product in another format than the plan's, made outside the model's call.
+        """Whether some of these products with a weight ran in another format than the plan's, outside the model's call.
 
-        Only for a model that computes low as a whole: outside a region, other code may use its weights in another
-        format. And not for a product with a vector, which spectral norms compute from a weight before the call.
+        This is checked only for a model that computes in bf16 or fp16 as a whole, because other code may use the
+        weights of a region in another format. Products with a vector are left out, since spectral norms compute such
+        products from a weight before the call.
         """
         if self.path:
             return False
@@ -106,11 +115,14 @@ class _Watched:
         )
 
     def was_passed_by(self, hides: bool) -> bool:
-        """Whether a backward that reached the parameters by no operator inside the border proves that it was bypassed.
+        """Whether the module was trained without being called, given that a backward pass has reached its parameters.
 
-        It may be the backward of a penalty on weights, or other weights may have been computed from these before the
-        border. So it proves a bypass only if the module was never called, or neither before this backward nor before
-        the last one. ``hides``: the graph contains user code that calls the module without gradients and again in
+        In this backward pass, no operator that used the parameters ran inside the border. That alone proves nothing. It
+        may be the backward pass of a penalty on weights, or other weights may have been computed from these before the
+        call. So the result is true only if the module was never called, or neither before this backward pass nor before
+        the last one.
+
+        ``hides`` says whether the graph contains user code that may call the module without gradients and again in
         backward, as activation checkpointing does.
         """
         if self.entries.spans or (hides and self.entries.silent):
@@ -133,7 +145,7 @@ def _inside(module: nn.Module, path: str, without: frozenset[str]) -> Iterator[t
 _watched: list[_Watched] = []
 _undo: list[Callable[[], None]] = []
 _blocks = 0
-"""Number of autocast blocks that were entered while any model was checked."""
+"""The number of autocast blocks that were entered while any model was checked."""
 
 
 def _note_block(enter: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,14 +163,14 @@ _entries = [_torch.hooks.Replacement(kind, "__enter__", _note_block) for kind in
 def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], None]], object]) -> None:
     """Check the first backward passes of a model that was just prepared.
 
-    ``log`` gets the undo entry first.
+    Before anything is changed, ``log`` is called with a function that ends the checks.
     """
     modules = dict(model.named_modules())
     bordered = frozenset(place.path for place in resolution.borders)
     root = border_of(model)
     if root is None:
         return
-    # if the whole model computes low, fp32 regions are not checked
+    # if operators of the whole model are autocast, only the model as a whole is checked; otherwise each autocast region is
     places: Mapping[str, Border] = (
         {"": root}
         if root.frame.enabled
@@ -187,19 +199,19 @@ def watch(model: nn.Module, resolution: Resolution, log: Callable[[Callable[[], 
 
 
 def watching(model: nn.Module) -> bool:
-    """Whether backward passes are still checked for a model."""
+    """Whether the backward passes of a model are still checked."""
     return any(watched.model() is model for watched in _watched)
 
 
 def only_tell(model: nn.Module, say: Callable[[str], object]) -> None:
-    """Call ``say`` once with the message instead of raising an error in backward."""
+    """Make the checks of a model call ``say`` with the message, instead of raising an error in backward or warning."""
     for watched in _watched:
         if watched.model() is model:
             watched.say = say
 
 
 def forget(model: nn.Module) -> None:
-    """Stop checking a model, or all of them if it is not checked."""
+    """Stop checking the backward passes of a model. Does nothing if they are not checked."""
     _forget([watched for watched in _watched if watched.model() is model])
 
 
@@ -219,7 +231,7 @@ def _forget(done: Sequence[_Watched]) -> None:
 
 
 def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs around the engine: checks before gradients are added to parameters."""
+    """Check a backward pass before it runs, and then run it. This is called in place of autograd's engine."""
     if kwargs.get("accumulate_grad", True) and _torch.autograd.graph_task_id() == -1:
         wanted = {id(tensor) for tensor in args[2]} if len(args) > 2 else set()
         _check([output for output in outputs if isinstance(output, torch.Tensor)], wanted)
@@ -227,10 +239,14 @@ def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwar
 
 
 def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
-    """Check that no model which a backward reaches was bypassed.
+    """Raise if a backward pass reaches parameters of a prepared model that was not called.
+
+    Args:
+        outputs: The tensors from which the backward pass starts.
+        wanted: The ``id`` of the tensors that get gradients, or an empty set for all.
 
     Raises:
-        StateError: A model was bypassed.
+        StateError: A model, or a region with a border, was not called.
     """
     leaves, hides = _torch.autograd.uses_of_leaves(outputs)
     uses = {id(leaf): nodes for leaf, nodes, _ in leaves}

@@ -1,7 +1,7 @@
-"""Self-checks for releases of torch on which the test suite has not passed, run once per process.
+"""Check castwise once in a process if the installed release of torch is one on which the test suite has not passed.
 
-castwise uses private parts of torch (``core/_torch``), and some of them could break without an error. Each
-check runs one of them as a session does, on a few numbers.
+castwise uses private parts of torch (``core/_torch``), and some of them could break without an error. Each check uses
+some of them on a few numbers, in the way in which :class:`~castwise.Amp` does.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from castwise.core.plans.plan import Plan
 from castwise.core.scaler import GradScaler
 
 TESTED = ("2.11", "2.13")
-"""Releases of torch on which the suite has passed: all of it on 2.13, most of what these checks cover on 2.11."""
+"""The releases of torch on which tests have passed: the whole suite on 2.13, most of what these checks cover on 2.11."""
 
 
 @functools.cache
 def check_torch() -> None:
-    """Warn if torch is another release, and name the checks that failed.
+    """Warn if the installed release of torch is not one of :data:`TESTED`, and name the checks that fail on it.
 
     Warns:
-        UserWarning: Once in a process.
+        UserWarning: The release has not been tested. Issued once in a process.
     """
     release = ".".join(torch.__version__.split(".")[:2])
     if release in TESTED:

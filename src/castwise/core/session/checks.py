@@ -1,4 +1,4 @@
-"""Checks that ``prepare`` makes before it changes anything."""
+"""Raise errors for models and optimizers that ``Amp.prepare`` cannot prepare, before anything is changed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DTYPE = operator.attrgetter("dtype")
 
 
 def check_group(group: Any) -> None:
-    """Check that the ``group`` of a session is a process group.
+    """Raise if the argument ``group`` of :class:`~castwise.Amp` is not a process group.
 
     Raises:
         StateError: ``group`` is not a process group.
@@ -49,7 +49,7 @@ def check_group(group: Any) -> None:
 
 
 def check_given(model: object, optimizers: Iterable[object]) -> None:
-    """Check that ``prepare`` was given a module and optimizers.
+    """Raise if ``prepare`` was given something other than a module and optimizers.
 
     Raises:
         StateError: Something else was given, or the module is scripted.
@@ -71,12 +71,17 @@ def check_given(model: object, optimizers: Iterable[object]) -> None:
 
 
 def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool = False) -> None:
-    """Check that a session can prepare a model.
+    """Raise if a model cannot be prepared.
 
-    ``wrapped``: it is inside a DistributedDataParallel already, in the right order.
+    Args:
+        found: The facts about the model.
+        plan: The plan.
+        device_type: The device type for which the :class:`~castwise.Amp` was created.
+        wrapped: Whether the model may be inside a DistributedDataParallel already, because it was prepared before that.
 
     Raises:
-        StateError: The model is wrapped, autocast or compiled too early, or is on another device.
+        StateError: The model was wrapped, autocast or compiled before it is prepared, has parameters without a shape,
+            or is on another device.
     """
     if found.is_wrapped:
         raise StateError(
@@ -114,10 +119,11 @@ def check_model(found: Inventory, plan: Plan, device_type: str, *, wrapped: bool
 
 
 def check_optimizers(found: Inventory, plan: Plan) -> None:
-    """Check that optimizers can be prepared with a model.
+    """Raise if optimizers cannot be prepared with a model.
 
     Raises:
-        StateError: An optimizer holds nothing of the model, or does not call hooks that the plan needs.
+        StateError: An optimizer holds no parameter of the model, does not call hooks that the plan needs, or would
+            bypass the fp32 masters.
         DeviceError: The plan requires a fused kernel, and the optimizer has none.
     """
     touched = plan.loss_scale or plan.stores_low or plan.memory_format != "as_is" or plan.optimizer == "fused"
@@ -148,10 +154,10 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
 
 
 def check_in_backward(found: Inventory, plan: Plan) -> None:
-    """Refuse optimizers that update weights during backward (LOMO) if the plan cannot support that; warn otherwise.
+    """Raise for optimizers that update weights during the backward pass (LOMO), or warn if the plan can support them.
 
     Raises:
-        StateError: The plan scales the loss, or the weights are rounded masters.
+        StateError: The plan scales the loss or keeps fp32 masters.
     """
     if not found.steps_in_backward:
         return
@@ -171,10 +177,10 @@ def check_in_backward(found: Inventory, plan: Plan) -> None:
 
 
 def check_masters(found: Inventory, members: Members) -> None:
-    """Check that no other session keeps masters of these parameters; the two would conflict.
+    """Raise if another :class:`~castwise.Amp` keeps fp32 masters of these parameters, since the two would conflict.
 
     Raises:
-        StateError: Another session keeps masters of some of them.
+        StateError: Another Amp keeps masters of some of them.
     """
     cure = "prepare both models with one Amp, or close() the other first"
     for holding in found.holdings:
@@ -191,9 +197,9 @@ def check_masters(found: Inventory, members: Members) -> None:
 
 
 def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
-    """Check that each parameter is in one optimizer: under a loss scale, two optimizers would unscale its gradient twice.
+    """Raise if a parameter is in two optimizers, which would unscale its gradient twice under a loss scale.
 
-    ``others``: the optimizers that are prepared already.
+    ``others`` are the optimizers that are prepared already.
 
     Raises:
         StateError: A parameter is in two optimizers.
@@ -213,17 +219,17 @@ def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
 def check_arrival(
     low: Mapping[str, Tensor], resolution: Resolution, widen: bool | str, *, again: bool = False
 ) -> None:
-    """Refuse trained parameters that are given low under a plan that stores them in fp32, unless ``widen`` is given.
+    """Raise if trained parameters arrive in bf16 or fp16 under a plan that stores them in fp32, unless ``widen`` is given.
 
     Args:
-        low: The model's tensors that are stored low, by path.
-        resolution: The plan resolved for the model.
+        low: The model's tensors that are stored in bf16 or fp16, by path.
+        resolution: What the plan means for the model.
         widen: The argument of ``prepare``.
-        again: Whether ``widen`` was given under an earlier plan of the session.
+        again: Whether ``widen`` was given under an earlier plan, which :meth:`castwise.Amp.change` replaces now.
 
     Raises:
-        PlanError: There are such parameters: the error names them and the memory needed to widen them. Or ``widen`` was
-            given, and the plan stores everything that arrived low in that format.
+        PlanError: There are such parameters. The message names them and the memory needed to store them in fp32. Or
+            ``widen`` was given, and the plan stores all of these tensors in bf16 or fp16 anyway.
     """
     plan = resolution.plan
     stay = all(resolution.storage.get(name, tensor.dtype) in LOW_DTYPES for name, tensor in low.items())
@@ -249,7 +255,7 @@ def check_arrival(
 
 
 def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
-    """Refuse to change the plan of a model whose weights cannot be carried over, or to which the plan cannot be applied.
+    """Raise if the plan of a prepared model cannot be changed to another.
 
     Raises:
         StateError: The plan cannot be changed; the message gives the reason.
@@ -272,11 +278,13 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
 
 
 def check_late(found: Inventory, resolution: Resolution) -> None:
-    """Refuse an optimizer that joins a prepared model later and trains low parameters that were added or unfrozen since.
+    """Raise if an optimizer that is prepared after its model trains bf16 or fp16 parameters that the plan keeps in fp32.
+
+    Such parameters were added or unfrozen after the model was prepared.
 
     Raises:
-        StateError: The optimizer has such parameters: ``prepare`` checks how a model arrives only once, and would have
-            widened or refused them.
+        StateError: The optimizer has such parameters. When the model was prepared, they would have raised an error or
+            been stored in fp32, but this is checked only once.
     """
     if resolution.plan.params != "fp32":
         return
@@ -298,9 +306,16 @@ def watch_formats(
     names: Callable[[], Mapping[int, str]],
     log: Callable[[Callable[[], None]], object],
 ) -> None:
-    """Check at each step that no parameter was cast since its model was prepared, and that no added one trains low.
+    """Make each step of an optimizer raise if its parameters no longer have the dtypes that the plan gave them.
 
-    ``names``: the names of parameters by ``id``. ``log`` gets the undo entry first.
+    A step raises if a parameter was cast since its model was prepared. It also raises if a bf16 or fp16 parameter was
+    added to the optimizer that the plan would keep in fp32 or give an fp32 master.
+
+    Args:
+        optimizer: The optimizer.
+        plan: The plan.
+        names: A function that returns the names of parameters by ``id``.
+        log: A function that is called before anything is changed, with a function that ends the checks.
     """
     known: Any = WeakTensorKeyDictionary()
     held: list[weakref.ref[Tensor]] = []
@@ -308,7 +323,7 @@ def watch_formats(
 
     def look(optimizer: Optimizer, *_: object) -> None:
         nonlocal held, dtypes
-        # a group's list may also have been replaced or extended
+        # read anew at each step, since the user may have replaced or extended the list of a group
         now = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
         same = len(now) == len(held) and all(map(operator.is_, now, map(operator.call, held)))
         if same and [*map(_DTYPE, now)] == dtypes:
@@ -321,7 +336,8 @@ def watch_formats(
         if same:
             return
         low = [p for p in now if masters.is_low(p)]
-        # without masters the plan itself stores parameters with an original low; with masters they would have one
+        # without masters, a bf16 or fp16 parameter whose former values are remembered was stored so by the plan itself; with
+        # masters, such a parameter would have a master
         added = [
             p
             for p in low
@@ -357,7 +373,9 @@ def watch_formats(
 
 
 def check_norm(call: str, bound: object, name: str = "max_norm") -> None:
-    """Refuse an invalid bound for clipping; a tensor's value is not read, since that would wait for its device.
+    """Raise if a bound for clipping is invalid.
+
+    The value of a tensor is not checked, since reading it would wait for its device.
 
     Raises:
         PlanError: The bound is not a number, is NaN, or is below zero.

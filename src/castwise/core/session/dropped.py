@@ -1,13 +1,16 @@
-"""Measure the updates that rounding drops when parameters are stored low without masters.
+"""Measure which updates are lost to rounding when parameters are stored in bf16 or fp16 without fp32 masters.
 
-At a few steps, slices of the parameters are stepped twice: by the optimizer as usual, and before that in fp32
-by a copy of the optimizer with its state for these slices. An update is dropped if fp32 moves an element
-and the stored value stays the same. The run is not changed: weights, state and random numbers are as without measuring.
+At a few steps, slices of the parameters are stepped twice: in fp32 by a copy of the optimizer that has its state for
+these slices, and then by the optimizer as usual. The update of an element is *dropped* if it changes the element in
+fp32 while the stored value stays the same. The *remainder* of an element is the part of its fp32 update that rounding
+leaves out of the stored value. Measuring does not change the training: weights, state and random numbers are the same
+without it.
 
-Two kinds of optimizers drop nothing although stored values stay the same, and are recognised by their behaviour. One
-keeps the remainder in its state (Kahan summation, its own fp32 copies, extra bits of each weight): the remainder is
-found in the state of the low step and not in that of the fp32 step. The other rounds stochastically: elements move
-whose update is far below half of a rounding step.
+Two kinds of optimizers lose nothing although stored values stay the same. They are recognised by their behaviour:
+
+- Some keep the remainder in their state, by Kahan summation, as fp32 copies of their own, or as extra bits of each
+  weight. The remainder is then found in the state after the usual step and not in the state after the step in fp32.
+- Some round stochastically. Elements then change although their update is far below half of a rounding step.
 """
 
 from __future__ import annotations
@@ -28,46 +31,46 @@ from torch.utils.weak import WeakIdKeyDictionary
 from castwise.core import _torch, masters
 
 EVERY = 64
-"""Steps between two measurements, except for the first ones, whose distance doubles each time."""
+"""The number of steps between two measurements, except for the first ones, whose distance doubles each time."""
 PIECES = 8
-"""A measurement takes one of this many slices of all trained elements."""
+"""The number of slices, spread over all trained elements, that a measurement takes."""
 ELEMENTS = 8192
-"""Approximate number of elements of a slice, in whole rows."""
+"""The approximate number of elements of a slice, which consists of whole rows."""
 WHOLE = 2**20
-"""Size of the largest parameter that is taken whole, if the optimizer keeps per-row and per-column state of it."""
+"""The largest number of elements of a parameter that is taken whole if the optimizer keeps state for its rows or columns."""
 NEAR = 0.1
-"""Relative tolerance with which an entry of the state must match the remainder of a parameter to count as holding
-it."""
+"""The relative tolerance with which a state tensor must match the remainder of a parameter to count as keeping it."""
 _BITS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 COPY = 0
-"""Meaning of an entry of the state: the whole parameter; or, for 1 and -1, the remainder with that sign."""
+"""What a state tensor may keep of a parameter: COPY is the whole value; 1 and -1 are the remainder with that sign."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
 @dataclass
 class _Piece:
-    """Rows of a parameter, their values before a step, and the elements that fp32 moves."""
+    """A slice of a parameter (some of its rows) with its values before a step and after the same step in fp32."""
 
     parameter: Tensor
     rows: Any
     before: Tensor
     wide: Tensor
     state: dict[str, Tensor]
-    """After the step in fp32: the state of the optimizer's copy for each of these elements."""
+    """The state of the optimizer's copy for these elements, after the step in fp32."""
 
 
 @dataclass
 class DroppedUpdates:
-    """Measurements of the updates of the tracked optimizers.
+    """Measures which updates of the optimizers that it follows are lost to rounding.
 
     Attributes:
         steps: Number of steps of all optimizers so far.
         looks: Number of those steps that were measured.
-        moved: Number of measured elements that fp32 updates.
-        by_parameter: For each parameter, the sum of squares of these updates, and the same sum of the lost updates, which
-            left the stored value unchanged and are not kept in the optimizer's state either.
-        keeps: Whether the optimizer of the last measured step keeps in its state what rounding drops, or rounds stochastically.
-        unmeasured: Optimizers whose updates cannot be repeated on a copy, by class name, and why.
+        moved: Number of measured elements that the step in fp32 changes.
+        by_parameter: For each parameter, the sum of squares of these updates, and the sum of squares of the lost ones.
+            An update is lost if it left the stored value unchanged and is not kept in the optimizer's state either.
+        keeps: Whether the optimizer of the last measured step keeps in its state what rounding drops, or rounds
+            stochastically.
+        unmeasured: The class names of optimizers whose updates cannot be repeated on a copy, and the reasons.
     """
 
     steps: int = 0
@@ -78,12 +81,12 @@ class DroppedUpdates:
     unmeasured: dict[str, str] = field(default_factory=dict)
     _made: Any = field(default_factory=WeakIdKeyDictionary)
     _by_chance: Any = field(default_factory=WeakIdKeyDictionary)
-    """By optimizer, for elements whose update is far below half of a rounding step: how many would move under
-    stochastic rounding, and how many did."""
+    """For each optimizer, how many elements with an update far below half of a rounding step should change under
+    stochastic rounding, and how many did change."""
     _pieces: list[_Piece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Create hooks that differ from those of another session."""
+        """Create hooks that are not equal to those of another object of this class."""
         self._before: Any = functools.partial(self._before_step)
         self._after: Any = functools.partial(self._after_step)
         for hook in (self._before, self._after):
@@ -91,15 +94,16 @@ class DroppedUpdates:
 
     @property
     def share(self) -> float | None:
-        """The share of the updates' squared norm that rounding dropped; None before any update was measured.
+        """The share of the updates' squared norm that was lost to rounding, or None before any update was measured.
 
-        Squares count large updates more: a third of the elements may be dropped although hardly any of the update is lost.
+        Squares give large updates more weight. So the updates of a third of the elements may be lost although hardly
+        any of the squared norm is.
         """
         seen, lost = (sum(each) for each in zip((0.0, 0.0), *self.by_parameter.values(), strict=True))
         return lost / seen if seen else None
 
     def follow(self, optimizer: Optimizer, log: Callable[[Callable[[], object]], object]) -> None:
-        """Measure the steps of an optimizer from now on; ``log`` gets the undo entry first."""
+        """Measure steps of an optimizer from now on. ``log`` is called first, with a function that ends this."""
         _torch.steps.subscribe(self._before, self._after, of=optimizer, log=log)
 
     # --- around a step ----------------------------------------------------------------------------------------
@@ -117,7 +121,7 @@ class DroppedUpdates:
             return
         try:
             self._pieces = _stepped_in_fp32(optimizer, made)
-        except Exception as error:  # a foreign class: what its step needs is unknown
+        except Exception as error:  # the class may be any library's, so its step may need anything
             self.unmeasured[kind] = f"a copy of it cannot step ({type(error).__name__}: {error})"
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,9 +141,9 @@ class DroppedUpdates:
             self.moved += int((squares != 0).sum())
 
     def _rounds_at_random(self, optimizer: Optimizer, pieces: list[_Piece]) -> bool:
-        """Whether the optimizer moves elements that rounding to nearest would not, as often as stochastic rounding would.
+        """Whether the optimizer changes elements that rounding to nearest would leave, as often as stochastic rounding does.
 
-        If so, updates that were counted as lost before are subtracted.
+        If so, its updates that were counted as lost before are not counted as lost any more.
         """
         expected, moved = self._by_chance.get(optimizer, (0.0, 0))
         for piece in pieces:
@@ -169,7 +173,10 @@ def _stays(piece: _Piece) -> Tensor:
 
 
 def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> set[tuple[str, int]]:
-    """The entries of the state that hold the remainder of the parameter, and how (see :func:`_held`)."""
+    """Return the names of the state tensors that keep the remainder of a parameter, each with how it keeps it.
+
+    How is :data:`COPY`, 1 or -1.
+    """
     judged: dict[str, int] = defaultdict(int)
     alike: dict[tuple[str, int], int] = defaultdict(int)
     for piece in pieces:
@@ -183,7 +190,7 @@ def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> set[tuple[str, int]]
 
 
 def _kept(optimizer: Optimizer, piece: _Piece, keepers: set[tuple[str, int]]) -> Tensor:
-    """Where the state holds at least half of the remainder of the parameter."""
+    """Return a bool tensor that says for each element whether the optimizer's state keeps at least half of its remainder."""
     missing = _missing(piece)
     kept = torch.zeros_like(missing, dtype=torch.bool)
     for held, error, _ in _held(optimizer, piece) if keepers else ():
@@ -197,15 +204,23 @@ def _missing(piece: _Piece) -> Tensor:
 
 
 def _little(piece: _Piece) -> Tensor:
-    """The tolerance for zero: an update is itself rounded before it is added to the remainder."""
+    """Return the tolerance below which a remainder counts as zero.
+
+    It is needed because an optimizer rounds an update before it adds the update to the remainder.
+    """
     return NEAR * (_missing(piece).abs() * _stays(piece)).mean()
 
 
 def _held(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[tuple[str, int], Tensor, Tensor]]:
-    """For entries of the state: the distance of each from holding the remainder, and its rounding step.
+    """Yield for each state tensor and each way to keep the remainder how far the tensor is from doing so.
 
-    An entry that accumulates remainders differs by the remainder, with either sign, from that of the fp32 step, where
-    there is none; an entry that is a copy of the parameter equals its new value.
+    A state tensor that accumulates remainders differs by the remainder, with either sign, from the same tensor after
+    the step in fp32, which has no remainder. A state tensor that is a copy of the parameter equals its new value in
+    fp32.
+
+    Yields:
+        The name of the tensor and the way (:data:`COPY`, 1 or -1), the distance for each element, and the size of a
+        rounding step of the tensor.
     """
     for name, value in optimizer.state.get(piece.parameter, {}).items():
         if _is_beside(value, piece.parameter):
@@ -231,7 +246,7 @@ def _is_beside(value: Any, parameter: Tensor) -> bool:
 
 
 def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
-    """Rows of an optimizer's low parameters, and the result of a step in fp32 on them."""
+    """Choose rows of an optimizer's bf16 and fp16 parameters, step copies of them in fp32, and return the results."""
     own = [(p, group) for group in optimizer.param_groups for p in group["params"] if _is_counted(p)]
     if not own:
         return []
@@ -280,7 +295,11 @@ def _is_counted(parameter: Any) -> bool:
 
 
 def _chosen(own: list[tuple[Any, Any]], made: int) -> Iterator[tuple[tuple[Any, Any], Any]]:
-    """Rows around places that are evenly spread over all elements, different at each measurement."""
+    """Yield parameters with the rows of them to measure.
+
+    The rows lie around places that are evenly spread over all elements and differ at each measurement. ``made`` is the
+    number of the step.
+    """
     sizes = [masters.local(parameter).numel() for parameter, _ in own]
     turn = (made * 0.6180339887) % 1.0
     seen = set()
@@ -300,7 +319,7 @@ def _chosen(own: list[tuple[Any, Any]], made: int) -> Iterator[tuple[tuple[Any, 
 
 
 def _copy_without_state(optimizer: Optimizer) -> Any:
-    """A new instance of the optimizer's class, with its options.
+    """Return a new instance of an optimizer's class with its options, but without parameters and state.
 
     Raises:
         TypeError: The optimizer holds something other than options that a step could change.

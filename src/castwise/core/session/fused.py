@@ -1,4 +1,4 @@
-"""Switch an existing optimizer to its fused kernel: one pass over the parameters instead of one per operation."""
+"""Switch an existing optimizer to its fused kernel, which reads the parameters once instead of once per operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
-    """Whether torch has a fused kernel for this exact class and for the devices and kinds of its parameters."""
+    """Whether torch has a fused kernel for an optimizer's exact class and for the devices and kinds of its parameters."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     # torch has no fused Adagrad for CUDA (2.11 to 2.14)
     devices = set(_DEVICES) - ({"cuda"} if isinstance(optimizer, Adagrad) else set())
@@ -36,19 +36,22 @@ def can_fuse(optimizer: Optimizer) -> bool:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether an optimizer already steps by its fused kernel."""
+    """Whether an optimizer already steps with its fused kernel."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _unfit_dtensors(optimizer: Optimizer) -> bool:
-    """Whether DTensors prevent fusing: torch fuses them for Adam only, and not in a group with plain tensors."""
+    """Whether an optimizer has DTensors with which torch's fused kernel does not work.
+
+    It works with them for Adam and AdamW only, and not in a parameter group that also has plain tensors.
+    """
     kinds = [{hasattr(p, "device_mesh") for p in group["params"]} for group in optimizer.param_groups]
     known = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     return any(True in kind and (len(kind) > 1 or not known) for kind in kinds)
 
 
 def check_fused(optimizer: Optimizer) -> None:
-    """Check that an optimizer has a fused kernel.
+    """Raise if an optimizer has no fused kernel.
 
     Raises:
         DeviceError: The optimizer has no fused kernel.
@@ -69,7 +72,7 @@ def check_fused(optimizer: Optimizer) -> None:
 
 
 def fuses_low(optimizer: Optimizer, device_type: str) -> bool:
-    """Whether the fused kernel updates parameters stored in bf16 or fp16.
+    """Whether the fused kernel of an optimizer updates parameters that are stored in bf16 or fp16 correctly.
 
     torch's fused SGD on a CPU silently leaves most elements of such parameters unchanged.
     """
@@ -77,12 +80,13 @@ def fuses_low(optimizer: Optimizer, device_type: str) -> bool:
 
 
 def check_updates(optimizer: Optimizer) -> None:
-    """Check that an optimizer's kernel updates parameters in their storage format.
+    """Raise if an optimizer's kernel does not update parameters in the format in which they are stored.
 
-    Adam's usual ``eps`` of 1e-8 is zero in fp16, where an element without a gradient becomes 0 / 0; a warning says so.
+    A warning is issued if ``eps`` is zero in fp16, as Adam's usual 1e-8 is. An fp16 element whose gradient is zero then
+    becomes 0 / 0.
 
     Raises:
-        DeviceError: The optimizer is fused SGD on parameters that :func:`fuses_low` excludes.
+        DeviceError: The optimizer is fused, and :func:`fuses_low` is false for some of its parameters.
     """
     _check_eps(optimizer)
     for group in optimizer.param_groups:
@@ -99,7 +103,7 @@ def check_updates(optimizer: Optimizer) -> None:
 
 
 _DIVIDE = (Adam, AdamW, Adagrad, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
-"""torch optimizers that divide by a root of squared gradients plus ``eps``, in the format of the parameters."""
+"""torch's optimizers that divide by a root of squared gradients plus ``eps``, in the format of the parameters."""
 
 
 def _check_eps(optimizer: Optimizer) -> None:
@@ -123,15 +127,15 @@ def _check_eps(optimizer: Optimizer) -> None:
 
 
 def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> None:
-    """Use the fused kernel from the next step on, keeping all state.
+    """Make an optimizer use its fused kernel from the next step on, and keep all its state.
 
-    State is brought into the strides of its parameter, which the fused kernels assume and do not check.
+    State tensors get the strides of their parameter, which the fused kernels assume and do not check.
 
     Args:
         optimizer: An optimizer whose class has a fused kernel.
-        log: Called, before anything is changed, with the undo entry: it restores the flags of the groups, also of those
-            added since, and converts state to the form of the former kernel. The optimizer may have stepped in between,
-            and is not kept alive.
+        log: A function that is called before anything is changed, with a function that undoes the change. Undoing
+            restores the options of all parameter groups, also of those added since, and converts state to the form of
+            the former kernel. The optimizer may have stepped in between. It is referenced weakly.
 
     Raises:
         DeviceError: The optimizer has no fused kernel; nothing was changed.
@@ -169,7 +173,7 @@ def _unfuse(
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if "step" in state:  # on the host, where torch's other kernels keep the step count
+            if "step" in state:  # torch's kernels that are not fused keep the step count on the host
                 state["step"] = torch.as_tensor(state["step"], device="cpu", dtype=_step_dtype())
     unmark()
 

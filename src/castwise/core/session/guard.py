@@ -1,4 +1,4 @@
-"""The scaler of a session: the plan's loss scale, or a guard that skips non-finite steps."""
+"""Create the scaler of an :class:`~castwise.Amp`, which scales losses or only skips steps that are not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ _ALLOWED = ("skip", "raise", "allow")
 def scaler_for(
     plan: Plan, device_type: str, agree: Callable[[torch.Tensor], torch.Tensor], nonfinite: str, patience: int
 ) -> GradScaler:
-    """The scaler for a plan; ``agree`` reduces a flag over all ranks, the rest is as for :class:`castwise.Amp`.
+    """Create the scaler for a plan.
+
+    Args:
+        plan: The plan.
+        device_type: Device of the gradients.
+        agree: A function that replaces a flag for non-finite gradients by its maximum over all ranks.
+        nonfinite: As for :class:`castwise.Amp`.
+        patience: As for :class:`castwise.Amp`.
 
     Raises:
         PlanError: A value is not allowed, or not with this plan.
@@ -50,14 +57,14 @@ def scaler_for(
 
 
 def give_late_masters(plan: Plan, optimizer: Optimizer) -> bool:
-    """Give masters to parameters that were added or unfrozen since the last step, before their gradients are unscaled.
+    """Give fp32 masters to parameters that were added or unfrozen since the last step, before gradients are unscaled.
 
     Returns:
         Whether there were such parameters.
 
     Raises:
-        StateError: A parameter has an fp16 gradient, and was cast since it was prepared or the plan keeps parameters in
-            fp32.
+        StateError: A parameter has an fp16 gradient, and either was cast since it was prepared, or belongs to a plan
+            that keeps parameters in fp32.
     """
     attachment = masters.attachment_of(optimizer)
     own = (p for group in optimizer.param_groups for p in group["params"] if masters.model_param_of(p) is p)

@@ -1,4 +1,4 @@
-"""Facts about a model and its optimizers, which ``prepare`` reads once before it refuses or changes anything."""
+"""Read facts about a model and its optimizers once, before ``prepare`` raises errors or changes anything."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from castwise.core.parallel import wrappers
 
 @dataclass(frozen=True)
 class Holding:
-    """An optimizer and its parameters."""
+    """Facts about an optimizer, read once."""
 
     optimizer: Optimizer
     kind: str
     """Its class name."""
     params: frozenset[int]
-    """The parameters that it updates, by ``id``: those behind masters if it has some."""
+    """The ``id`` of each parameter that it updates. For an fp32 master, it is the ``id`` of the model's own parameter."""
     takes_hooks: bool
     is_zero: bool
     """Whether it is torch's ZeroRedundancyOptimizer."""
@@ -31,7 +31,7 @@ class Holding:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self:
-        """Read an optimizer."""
+        """Read the facts about an optimizer."""
         params = frozenset(
             id(masters.model_param_of(parameter))
             for group in optimizer.param_groups
@@ -49,23 +49,23 @@ class Holding:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model, read once."""
+    """Facts about a model and its optimizers, read once."""
 
     model: nn.Module
     """The module inside a ``torch.compile`` wrapper."""
     kind: str
     """Its class name."""
     names: Mapping[int, str]
-    """Its parameters, each once, by ``id``."""
+    """The names of its parameters, each once, by ``id``."""
     without_shape: Sequence[str]
-    """Parameters of lazy modules that have not run."""
+    """The names of parameters that have no shape yet, because they belong to lazy modules that have not run."""
     device_types: frozenset[str]
     low: Mapping[str, Tensor]
-    """Parameters and buffers that are stored in bf16 or fp16, each once."""
+    """The parameters and buffers that are stored in bf16 or fp16, each once, by name."""
     with_masters: Sequence[str]
-    """Parameters that already have an fp32 master."""
+    """The names of parameters that already have an fp32 master."""
     steps_in_backward: Sequence[Any]
-    """The optimizer that updates weights during backward (LOMO): found by its hooks on their gradients, or given."""
+    """Optimizers that update weights during the backward pass (LOMO), given or found by their hooks on gradients."""
     is_wrapped: bool
     """Whether the model itself is a DistributedDataParallel or DataParallel."""
     is_in_ddp: bool
@@ -76,7 +76,7 @@ class Inventory:
 
     @classmethod
     def of(cls, given: nn.Module, optimizers: Sequence[Optimizer] = ()) -> Self:
-        """Read a model, as the user has it, and optimizers."""
+        """Read the facts about a model, wrapped or not, and about its optimizers."""
         model = _torch.calls.without_compiler(given)
         params = dict(model.named_parameters())
         hooks = (hook for p in params.values() for hook in _torch.hooks.gradient_hooks(p))
@@ -102,7 +102,7 @@ class Inventory:
 
 
 def _fused_within(function: Any, depth: int = 3) -> list[Any]:
-    """Optimizers with a ``fused_backward`` that a hook refers to."""
+    """Return the optimizers with a method ``fused_backward`` to which a hook refers."""
     cells = [getattr(function, "__self__", None)]
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell

@@ -1,4 +1,4 @@
-"""The prepared models and optimizers of a session, held weakly."""
+"""Keep the prepared models and optimizers of an :class:`~castwise.Amp`, by weak references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from castwise.core.model.borders import Border
 
 
 class Members:
-    """Models and optimizers of one session, in the order in which they were prepared."""
+    """The prepared models and optimizers of one :class:`~castwise.Amp`, in the order in which they were prepared."""
 
     def __init__(self) -> None:
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
@@ -25,13 +25,13 @@ class Members:
         self.arrived: weakref.WeakKeyDictionary[nn.Module, Mapping[torch.Tensor, torch.dtype]] = (
             weakref.WeakKeyDictionary()
         )
-        """By model, the tensors that arrived in bf16 or fp16, with their format."""
+        """For each model, the tensors that were bf16 or fp16 before it was prepared, with their dtype."""
         self._strays: list[torch.Tensor] | None = None
         self._alive = 0
-        """How many optimizers were alive when strays were last computed."""
+        """How many optimizers were alive when ``_strays`` was last computed."""
 
     def add(self, model: nn.Module, root: Border) -> None:
-        """Add a model."""
+        """Add a model, with the border around it."""
         self.roots[model] = root
         self._strays = None
 
@@ -57,16 +57,16 @@ class Members:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that are alive."""
+        """The models that still exist, as a list."""
         return list(self.roots)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers that are alive."""
+        """The optimizers that still exist, as a list."""
         return [optimizer for known in self._optimizers.values() if (optimizer := known()) is not None]
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Every parameter of the models, each once."""
+        """Yield every parameter of the models once."""
         seen: set[int] = set()
         for model in self.models:
             for parameter in model.parameters():
@@ -75,7 +75,10 @@ class Members:
                     yield parameter
 
     def updated(self) -> Iterator[torch.Tensor]:
-        """The tensors that the optimizers update, masters or parameters; without an optimizer the models' parameters."""
+        """Return an iterator over the tensors that the optimizers update: fp32 masters, or parameters without masters.
+
+        Without an optimizer, it yields the models' parameters.
+        """
         optimizers = self.optimizers
         if not optimizers:
             return self.parameters()
@@ -83,11 +86,14 @@ class Members:
         return itertools.chain.from_iterable(map(operator.itemgetter("params"), groups))
 
     def strays(self) -> list[torch.Tensor]:
-        """Parameters of the models that none of the optimizers held when it was prepared."""
+        """Return the parameters of the models that none of the optimizers updates.
+
+        Parameters that are added to an optimizer later are noticed only when models or optimizers come or go.
+        """
         optimizers = self.optimizers
         if (
             self._strays is None or len(optimizers) != self._alive
-        ):  # an optimizer may have died and left its parameters in none
+        ):  # an optimizer may have been freed, so that none updates its parameters any more
             held = {
                 id(masters.model_param_of(parameter))
                 for optimizer in optimizers
@@ -99,7 +105,7 @@ class Members:
         return self._strays
 
     def names(self) -> dict[int, str]:
-        """Module paths of parameters and of their masters, by ``id``."""
+        """Return the names of the models' parameters, by the ``id`` of the parameter and also of its fp32 master."""
         names = {}
         for model in self.models:
             for name, parameter in model.named_parameters():

@@ -1,7 +1,8 @@
-"""Process-wide settings of torch, and the claims of live plans on them and on the heap.
+"""Set the process-wide settings of torch that plans ask for, and restore them.
 
-They are global state, so a plan's settings are claimed while the plan is live and restored after it; two
-live plans that want different values are an error, not a race.
+Such settings are the precision of fp32 matrix products, and whether the process keeps freed host memory. Since they are
+global, a plan *claims* its settings while it is live, and they are restored after it. If two live plans want different
+values, the second raises an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _lock = threading.RLock()  # a claim may be garbage-collected, and so closed, wh
 
 
 class _Setting(NamedTuple):
-    """A claimed setting and its live holders: an interrupt can prevent a holder from giving it up."""
+    """A claimed setting, its value before, and the claims that hold it.
+
+    The claims are held weakly, since an interrupt can prevent a claim from being given up.
+    """
 
     place: _Address
     value: str
@@ -38,11 +42,11 @@ class _Setting(NamedTuple):
 
 _claimed: dict[str, _Setting] = {}
 _aside: list[dict[str, _Setting]] = []
-"""The claims before each running experiment."""
+"""For each running :func:`claims_aside`, the claims that were held when it began."""
 
 
 class _Address(NamedTuple):
-    """Where a setting is stored."""
+    """The name of a setting, and the object and attribute in which it is stored."""
 
     name: str
     owner: Any
@@ -53,7 +57,7 @@ class _Address(NamedTuple):
 
 
 def _addresses(device_type: str, what: str) -> Iterator[_Address]:
-    """The settings that a field of a plan determines on a device type."""
+    """Yield the settings that a field of a plan determines on a device type. ``what`` is the name of the field."""
     if what == "host_memory":
         yield _Address(what, HEAP, what)
         return
@@ -67,10 +71,10 @@ def _addresses(device_type: str, what: str) -> Iterator[_Address]:
 
 
 def device_type_of(device: Any) -> str:
-    """The type of a device, as torch takes it: a name, a ``torch.device``, a number.
+    """Return the type of a device, such as ``"cuda"``. The device may be a name, a ``torch.device`` or a number.
 
     Raises:
-        DeviceError: The value is not a device, or its type has no autocast.
+        DeviceError: The value is not a device, or torch.autocast does not support its type.
     """
     try:
         kind = torch.device(device).type
@@ -85,10 +89,15 @@ def device_type_of(device: Any) -> str:
 
 
 def find_device(call: str, device: Any, default: str) -> torch.device:
-    """A device that the user names, or the default one, if it is available.
+    """Return the device that the user named, or the default one, as a ``torch.device``.
+
+    Args:
+        call: The function that the user called, for error messages.
+        device: The device that the user named, or None.
+        default: The device to return for None.
 
     Raises:
-        DeviceError: The value is not a device, or the device is not available; the error names the call.
+        DeviceError: The value is not a device, or the device is not available.
     """
     try:
         where = torch.device(device if device is not None else default)
@@ -110,10 +119,11 @@ def find_device(call: str, device: Any, default: str) -> torch.device:
 
 
 def check_device(plan: Plan, device_type: str) -> None:
-    """Refuse a plan that the device cannot run.
+    """Raise if a device cannot run a plan.
 
     Raises:
-        DeviceError: The device lacks a feature; the error names the field, the feature and an alternative.
+        DeviceError: The device lacks a feature. The message names the field of the plan, the feature and an
+            alternative.
     """
     if device_type != "cpu" and not _available(device_type):
         raise DeviceError(
@@ -157,7 +167,7 @@ def _has_tf32(device_type: str) -> bool:
 
 
 class Claim:
-    """Keeps a plan's process-wide settings in force from :meth:`take` to :meth:`close`, all or none."""
+    """Keeps a plan's process-wide settings in force from :meth:`take` to :meth:`close`."""
 
     def __init__(self, plan: Plan, device_type: str) -> None:
         self._plan = plan
@@ -166,14 +176,14 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """Whether any setting is claimed."""
+        """Whether this object claims any setting now."""
         return bool(self._held)
 
     def take(self) -> Claim:
-        """Put the settings in force, all or none.
+        """Claim the plan's settings and put them in force. If one cannot be claimed, none is changed.
 
         Raises:
-            StateError: Another live plan holds a different value.
+            StateError: Another live plan has claimed a setting with a different value.
         """
         try:
             for what in ("fp32_matmul", "fp32_conv", "host_memory"):
@@ -202,11 +212,14 @@ class Claim:
             setting.holders.add(self)
             if _claimed.get(place.name) is setting:
                 place.put(value)
-            else:  # its last holder gave it up in between, in a signal handler
+            else:  # a signal handler ran in between, in which the last claim on the setting was given up
                 self._take(place, value, what)
 
     def close_collected(self) -> None:
-        """Like :meth:`close`, for a finalizer, whose exceptions Python swallows."""
+        """Give the settings up when the Amp is garbage-collected, as :meth:`close` does.
+
+        If an interrupt stops this, it is tried once more, since Python swallows exceptions of finalizers.
+        """
         try:
             self.close()
         except BaseException:
@@ -214,7 +227,10 @@ class Claim:
             raise
 
     def close(self) -> None:
-        """Give the settings up; the last holder restores the former values. An interrupted call can be repeated."""
+        """Give the settings up. A setting that no other plan claims gets the value that it had before.
+
+        An interrupted call can be repeated.
+        """
         with _lock:
             for place in self._held:
                 for claimed in _aside:
@@ -232,9 +248,10 @@ class Claim:
 
 @contextlib.contextmanager
 def claims_aside() -> Iterator[None]:
-    """Let experiments use other settings in the block, as if no plan were live; the claimed values are restored after it.
+    """Let code in a ``with`` block use other settings, as if no plan were live, and restore the claimed values after it.
 
-    A claim that is given up meanwhile, by a session that is collected or closed in another thread, stays given up.
+    If a claim is given up meanwhile, by an Amp that is garbage-collected or closed in another thread, it stays given
+    up.
     """
     before = settings()
     with _lock:
@@ -259,9 +276,10 @@ def claims_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Delay Ctrl-C, and a SIGTERM that is handled the same way, until the block ends.
+    """Delay Ctrl-C, and SIGTERM if it has a handler in Python, until the ``with`` block ends.
 
-    An interrupt inside TensorBoard's queue can leave its lock taken or its reader asleep, for two minutes or for ever.
+    This is needed because an interrupt inside TensorBoard's queue can leave its lock taken or its reader asleep, for
+    two minutes or for ever.
     """
     came: list[Any] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -283,7 +301,10 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def _cudnn_tf32() -> bool | None:
-    """Whether cuDNN may use TF32, by the older name; None if its parts have different precisions, which makes torch raise."""
+    """Return ``torch.backends.cudnn.allow_tf32``, the older setting for whether cuDNN may use TF32.
+
+    Return None if convolutions and recurrent layers have different precisions, since torch raises then.
+    """
     try:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
@@ -310,7 +331,10 @@ def _attributes(
 
 
 def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """Each setting with its name, getter and setter; those that set several values come before those that set one."""
+    """Yield the name, the getter and the setter of each setting.
+
+    Settings that change several others come before those that change only one.
+    """
     backends: Any = torch.backends
     yield "threads", torch.get_num_threads, torch.set_num_threads
     yield "recursion limit", sys.getrecursionlimit, sys.setrecursionlimit
@@ -330,7 +354,7 @@ def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], An
         now, put = (partial(one, device) for one in (torch.get_autocast_dtype, torch.set_autocast_dtype))
         yield f"autocast.{device}", now, put
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    # before those of its parts: the older name sets a separate flag, which must agree with them
+    # before the settings of cuDNN's parts, since this older setting changes a flag of its own that must agree with them
     yield "cudnn.allow_tf32", _cudnn_tf32, _set_cudnn_tf32
     yield from _attributes("fp32", backends, "fp32_precision")
     yield from _attributes("cudnn", backends.cudnn, "fp32_precision")
@@ -367,13 +391,13 @@ def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], An
 
 
 def _default_device() -> torch.device | None:
-    """None for the CPU: naming it would add a torch mode around every call."""
+    """Return torch's default device, or None for the CPU, since setting the CPU would add a torch mode to every call."""
     device = torch.get_default_device()
     return None if device == torch.device("cpu") else device
 
 
 def _current_device() -> tuple[str, int] | None:
-    """The current accelerator; None if the process has not used one."""
+    """Return the type and the index of the current accelerator, or None if the process has not used one."""
     if torch.cuda.is_initialized():
         return "cuda", torch.cuda.current_device()
     if torch.xpu.is_initialized():
@@ -387,18 +411,21 @@ def _put_current_device(device: tuple[str, int] | None) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """The settings of this process that affect torch's results and speed, by name; unreadable ones are left out."""
+    """Return the settings of this process that affect torch's results and speed, by name.
+
+    Settings that cannot be read are left out.
+    """
     found = {}
     for name, now, _ in _all_settings():
         with contextlib.suppress(
             RuntimeError, AttributeError
-        ):  # old and new names of one setting must not be mixed
+        ):  # torch raises if a setting was changed by its new name and is read by its old one
             found[name] = now()
     return found
 
 
 def put_settings(values: Mapping[str, Any]) -> None:
-    """Apply settings that :func:`settings` has read, here or in another process; equal values are not written."""
+    """Apply settings that :func:`settings` returned, in this process or another. Values that are equal are not written."""
     for name, now, put in _all_settings():
         if name in values:
             with contextlib.suppress(RuntimeError, AttributeError):

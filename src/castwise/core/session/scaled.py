@@ -1,4 +1,4 @@
-"""Find losses that are already scaled when a session gets them, by a leftover GradScaler or by the session itself."""
+"""Raise if a loss that is passed to an :class:`~castwise.Amp` was scaled already, by a GradScaler or by the Amp itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.errors import PlanError, StateError
 _scaled: Any = WeakTensorKeyDictionary()
 _any = False
 running = 0
-"""Number of running backward passes of sessions, during which no scaled loss may appear."""
+"""The number of calls of ``Amp.backward`` that are running. Inside them, no gradient may reach a scaled loss."""
 _WORDS = (
     "this loss has been scaled already, so gradients would be too large by the factor of that scale. Remove the GradScaler and its scale() "
     "from the loop: amp.backward(loss) does what the plan needs"
@@ -22,16 +22,19 @@ _WORDS = (
 
 
 def watch(log: Callable[[Callable[[], None]], object]) -> None:
-    """Record losses that a GradScaler scales; ``log`` gets the undo entry first."""
+    """Record all losses that a GradScaler scales from now on. ``log`` is called first, with a function that ends this."""
     log(lambda: _torch.optimizers.scaling.remove(note))
     _torch.optimizers.scaling.add(note)
 
 
 def note(scaled: Any) -> None:
-    """Record losses that were scaled: a tensor, or several. Tensors computed from them are found in backward."""
+    """Record a scaled loss, or several, so that passing it to an Amp raises an error.
+
+    Tensors that were computed from it are recognised in their backward pass.
+    """
     global _any
     if running:
-        return  # the session's scaling
+        return  # Amp.backward itself scales the loss
     if not isinstance(scaled, torch.Tensor):
         for each in scaled if isinstance(scaled, (list, tuple)) else ():
             note(each)
@@ -42,7 +45,7 @@ def note(scaled: Any) -> None:
 
 
 def check_loss(call: str, loss: Any) -> None:
-    """Refuse a loss that is complex, or scaled already.
+    """Raise if a loss is complex, or was scaled already. ``call`` names the function in the error.
 
     Raises:
         PlanError: The loss is complex.

@@ -1,7 +1,7 @@
-"""Convert a model's tensors to the dtypes of a resolution, and back.
+"""Convert a model's tensors to the dtypes in which a plan stores them, and back.
 
-Every change has an entry in an undo log (:class:`~castwise.core.session.undo.UndoLog`) that is made before the change,
-so that a failure at any point, Ctrl-C included, can be undone.
+Every change has an entry in an undo log (:class:`~castwise.core.session.undo.UndoLog`) that is made before the change.
+So a failure at any point, Ctrl-C included, can be undone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from castwise.errors import PlanError, StateError
 
 
 def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """The new dtype of each tensor of a model whose dtype must change."""
+    """Return the tensors of a model whose dtype must change under a plan, each with its new dtype."""
     by_name = dict(named_tensors(model))
     dtypes = {by_name[name]: dtype for name, dtype in resolution.storage.items()}
     dtypes.update(fsdp.shard_dtypes(resolution, model))
@@ -33,7 +33,7 @@ def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dt
 
 
 def dtypes_now(tensors: Iterable[Tensor]) -> Any:
-    """The current dtypes of tensors, without references to the tensors."""
+    """Return the current dtypes of tensors, as a mapping that holds only weak references to the tensors."""
     now: Any = WeakTensorKeyDictionary()
     for tensor in tensors:
         now[tensor] = tensor.dtype
@@ -43,7 +43,15 @@ def dtypes_now(tensors: Iterable[Tensor]) -> Any:
 def as_arrived(
     weights: Mapping[str, Any], model: nn.Module, arrived: Iterable[Mapping[Tensor, torch.dtype]]
 ) -> dict[str, Any]:
-    """fp32 weights, except that weights given low return to their former format; shared tensors stay shared."""
+    """Return fp32 weights, of which those that arrived in bf16 or fp16 are converted back to that format.
+
+    Tensors that several keys share stay shared.
+
+    Args:
+        weights: The weights in fp32, by key.
+        model: The model.
+        arrived: Mappings from the tensors that arrived in bf16 or fp16 to their dtypes then.
+    """
     known = list(arrived)
     done: dict[int, Tensor] = {}
     out = dict(weights)
@@ -57,7 +65,7 @@ def as_arrived(
 
 
 def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """Check that tensors can be converted, and that their values fit the formats.
+    """Raise if tensors of a model cannot be converted to their new dtypes, or if values would become infinite.
 
     Raises:
         StateError: Some tensors are on the meta device, not strided, or expanded (several elements share memory).
@@ -117,8 +125,8 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
 def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog) -> None:
     """Convert tensors to the given dtypes and the plan's memory format, in place, so that references to them stay valid.
 
-    The former values of parameters are remembered (:func:`castwise.masters.original_of`): masters start from them. The
-    log gets the undo entry of each change.
+    The former values of parameters are remembered (:func:`castwise.masters.original_of`), and fp32 masters start from
+    them. Each change has an entry in the undo log.
     """
     log.on(model, _flatten_recurrent)
     for _, tensor in named_tensors(model):
@@ -126,7 +134,9 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
         strides = (
             plan.memory_format == "channels_last" and tensor.dim() == 4 and _torch.tensors.is_dense(tensor)
         )
-        gets_master = plan.keeps_masters and masters.is_low(tensor)  # which is converted back to fp32
+        gets_master = plan.keeps_masters and masters.is_low(
+            tensor
+        )  # closing converts it back from the master
         if dtype is tensor.dtype and not strides and not gets_master:
             continue
         grad_dtype = tensor.grad_dtype if tensor.is_leaf else None
@@ -143,17 +153,17 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
 
 
 def _flatten_recurrent(model: nn.Module) -> None:
-    """Make the weights of each recurrent layer on a GPU contiguous, or cuDNN copies them at every call."""
+    """Make the weights of each recurrent layer on a GPU contiguous, since cuDNN would copy them at every call otherwise."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
 
 def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
-    """Free the memory of remembered values of these tensors under a plan without masters.
+    """Free the device memory of the values that these tensors had before they were converted, if they have no masters.
 
-    Those of trained parameters are dropped for good. Those of tensors that do not change (all, under ``inference``)
-    move to the host, and ``close`` restores them exactly.
+    The values of trained parameters are dropped for good. Those of other tensors, which do not change, are moved to the
+    host, and ``Amp.close`` restores them exactly. Under ``inference`` no parameter is trained.
     """
     for tensor in tensors:
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and not inference
@@ -166,7 +176,7 @@ def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
 def _as_before(
     tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...], grad_dtype: torch.dtype | None
 ) -> None:
-    """Restore a tensor's dtype and strides, and its values as far as they are remembered."""
+    """Restore a tensor's dtype and strides, and its values if they are remembered."""
     masters.restore(tensor)
     masters.forget_former(tensor, dtype)
     if tensor.dtype is not dtype:
@@ -180,24 +190,29 @@ def _as_before(
 
 
 class Newcomers:
-    """Tensors that appear after ``prepare``, for example by a parametrization, in formats that the plan stores.
+    """Finds tensors that were added to a model after it was prepared, for example by a parametrization.
+
+    They have the dtype in which the plan stores the module's tensors, so closing must convert them too.
 
     Args:
-        model: Before it is converted.
-        dtypes: The tensors to convert.
+        model: The model before it is converted.
+        dtypes: The tensors to convert, with their new dtypes.
     """
 
     def __init__(self, model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         self._known: Any = WeakTensorKeyDictionary()
         self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        """By module, the format in which the plan stores its tensors, and the format in which they arrived."""
+        """For the path of each module, the dtype in which the plan stores its tensors, and the dtype they had before."""
         for name, tensor in named_tensors(model):
             self._known[tensor] = True
             if tensor in dtypes:
                 self._formats.setdefault(name.rpartition(".")[0], (dtypes[tensor], tensor.dtype))
 
     def restore(self, model: nn.Module, optimizers: Iterable[weakref.ref[Optimizer]]) -> None:
-        """Convert such tensors to the format in which their module's tensors arrived, and their optimizer state too."""
+        """Convert tensors that were added since to the dtype that their module's tensors had before the plan was applied.
+
+        The optimizer state of added parameters is converted too.
+        """
         stored = []
         for name, tensor in named_tensors(model):
             low, former = self._formats_around(name)
@@ -210,7 +225,11 @@ class Newcomers:
                 follow_state(optimizer, stored)
 
     def _formats_around(self, name: str) -> tuple[torch.dtype | None, torch.dtype]:
-        """The formats of the innermost module around a tensor that has some, else those that all modules share."""
+        """Return the dtype in which the plan stores the tensors around a tensor, and the dtype they had before.
+
+        They are those of the innermost module around the tensor whose tensors are converted. If there is none, they are
+        those that all converted modules share.
+        """
         path = name
         while path:
             path = path.rpartition(".")[0]
@@ -223,31 +242,35 @@ class Newcomers:
 def state_of(
     optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]
 ) -> list[tuple[Optimizer, nn.Parameter, Any]]:
-    """The state that an optimizer holds for parameters, for :func:`put_back_state`."""
+    """Return the state that an optimizer holds for these parameters, which :func:`put_back_state` can restore."""
     alive = [parameter for ref in params if (parameter := ref()) is not None]
     return [(optimizer, p, optimizer.state[p]) for p in alive if p in optimizer.state]
 
 
 def put_back_state(kept: Iterable[tuple[Optimizer, nn.Parameter, Any]]) -> None:
-    """Restore an optimizer's original state: casting it there and back would round it."""
+    """Restore the optimizer state that :func:`state_of` returned, since casting it there and back would round it."""
     for optimizer, parameter, state in kept:
         optimizer.state[parameter] = state
 
 
 def follow_state(optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter]]) -> None:
-    """Convert the optimizer state of parameters without masters to their dtype, as optimizer kernels require."""
+    """Convert an optimizer's state for these parameters to their dtype, as optimizer kernels require.
+
+    The parameters must not have masters.
+    """
     alive = [parameter for ref in params if (parameter := ref()) is not None]
     masters.move_state(optimizer, dict(zip(alive, alive, strict=True)))
 
 
 class Kept(NamedTuple):
-    """fp32 values and state of tensors that arrived low, while a session changes its plan.
+    """The fp32 values of tensors that arrived in bf16 or fp16, and their optimizer state, while a plan is changed.
 
-    Closing rounds them to the format in which they arrived; the next plan starts from these values.
+    Closing the former plan rounds the tensors to the dtype in which they arrived. The next plan starts from the values
+    kept here.
 
     Attributes:
-        values: Tensors, and their values in fp32.
-        states: The state of optimizers.
+        values: Each tensor, and its values in fp32.
+        states: The optimizer state of each parameter, with the optimizer and the parameter.
     """
 
     values: list[tuple[Tensor, Tensor]]
@@ -255,13 +278,13 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, arrived: Iterable[Mapping[Tensor, torch.dtype]], optimizers: Iterable[Optimizer]) -> Self:
-        """Read the tensors that arrived low. Synchronises with the device if there are masters."""
+        """Read the values of tensors that arrived in bf16 or fp16. Synchronises with the device if there are masters."""
         found, every = cls([], []), list(optimizers)
         for attachment in filter(None, map(masters.attachment_of, every)):
             attachment.refresh_from_model()
         for tensor in {id(t): t for of in arrived for t in of}.values():
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-                continue  # exact in the format in which it arrived
+                continue  # frozen, so closing restores it without rounding
             master = masters.master_of(tensor) if isinstance(tensor, nn.Parameter) else None
             wide = tensor if master is None else master
             if not masters.is_low(wide):
@@ -272,18 +295,18 @@ class Kept(NamedTuple):
         return found
 
     def trains(self, model: nn.Module) -> bool:
-        """Whether these values include a parameter of a model."""
+        """Whether the kept values include a parameter of a model."""
         own = {id(parameter) for parameter in model.parameters()}
         return any(id(tensor) in own for tensor, _ in self.values)
 
     def put_back(self) -> None:
-        """Make the next ``prepare`` start from these values."""
+        """Make the next ``prepare`` start from the kept values and states."""
         for tensor, values in self.values:
             masters.remember_original(tensor, values)
         put_back_state(self.states)
 
     def settle(self) -> None:
-        """Drop the values, and convert the state of parameters without masters."""
+        """Drop the kept values, and convert the optimizer state of parameters without masters to their dtype."""
         for tensor, _ in self.values:
             if not isinstance(tensor, nn.Parameter) or masters.master_of(tensor) is None:
                 masters.forget_original(tensor)

@@ -1,4 +1,4 @@
-"""A session's text summary of its models and of updates dropped by rounding."""
+"""Summarise in text the models of an :class:`~castwise.Amp` and the updates that were lost to rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from castwise.core.session.members import Members
 
 
 def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator[str]:
-    """The lines of the summary: for each model how its parameters are stored and arrived; then the updates dropped."""
+    """Yield the lines of the summary: one for each model, and then those about updates that were lost to rounding.
+
+    The line of a model says in which formats its parameters are stored, and in which they arrived.
+    """
     for model in members.models:
         yield f"{type(model).__name__}: {', '.join(_kinds(model, members))}"
     for kind, why in dropped.unmeasured.items():
@@ -33,7 +36,7 @@ def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator
 
 
 def say_restored(counts: Mapping[str, int]) -> Iterator[str]:
-    """One line that names the buffers restored after skipped steps; no line if there were none."""
+    """Yield one line that names the buffers that were restored after skipped steps, or no line if there were none."""
     if counts:
         often = [name if count == 1 else f"{name} ({count} times)" for name, count in counts.items()]
         yield f"buffers restored after skipped steps had made them non-finite: {some(often)}"

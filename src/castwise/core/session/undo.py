@@ -1,4 +1,4 @@
-"""The undo log: the changes that were made, each with a function that undoes it."""
+"""Record changes, each with a function that undoes it, so that they can be undone later or after a failure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 
 
 class UndoLog:
-    """Entries that each undo one change, applied from the last to the first.
+    """A list of functions, each of which undoes one change. They are called from the last to the first.
 
-    Unlike ``contextlib.ExitStack``, it repeats an entry that an interrupt stopped half way, before the entries that
-    depend on it, and raises the interrupt at the end. After a second interrupt, the rest is left to the next
-    :meth:`close`. So an entry must tolerate being run twice. Grad mode is restored: an interrupt inside torch's
-    ``no_grad`` can leave it off.
+    It differs from ``contextlib.ExitStack`` if an interrupt, such as Ctrl-C, stops a function half way. The function is
+    then called again before the rest, and the interrupt is raised at the end. After a second interrupt, the rest is
+    left to the next :meth:`close`. So a function must tolerate being called twice. Grad mode is restored, since an
+    interrupt inside torch's ``no_grad`` can leave it off.
 
     Attributes:
-        kept: Objects that entries need for an exact undo of a failed transaction, and that would only take memory
-            later: released when a transaction succeeds.
+        kept: Objects that the functions need to undo a failed transaction exactly. They are released when the
+            transaction succeeds, since they would only take memory from then on.
     """
 
     def __init__(self) -> None:
@@ -29,16 +29,19 @@ class UndoLog:
         self.kept: list[Any] = []
 
     def callback(self, function: Callable[..., object], /, *args: Any) -> None:
-        """Call ``function(*args)`` when the log is applied."""
+        """Record that ``function(*args)`` is to be called when changes are undone."""
         self._entries.append(functools.partial(function, *args))
 
     def on(self, target: object, function: Callable[..., object], /, *args: Any) -> None:
-        """Call ``function(target, *args)`` when the log is applied, if ``target`` still exists: it is held weakly."""
+        """Record that ``function(target, *args)`` is to be called when changes are undone, if ``target`` still exists.
+
+        The log holds only a weak reference to ``target``.
+        """
         self._entries.append(functools.partial(_on, weakref.ref(target), function, args))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[UndoLog]:
-        """Undo the entries made in the block if the block fails."""
+        """Undo the changes that were recorded inside the ``with`` block if the block raises."""
         mark, grad = len(self._entries), torch.is_grad_enabled()
         try:
             yield self
@@ -52,7 +55,7 @@ class UndoLog:
             raise
 
     def close(self) -> None:
-        """Undo everything. If an entry fails, the others are still undone; the first error is raised."""
+        """Undo all changes. If undoing one fails, the others are still undone, and the first error is raised at the end."""
         self._undo(0)
 
     def _undo(self, mark: int) -> None:

@@ -1,4 +1,4 @@
-"""Requirements of parallel wrappers on a session: the order of wrapping, pipelines, DistributedDataParallel."""
+"""Make prepared models work in DistributedDataParallel and in pipelines, and check the order of wrapping."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from castwise.errors import StateError
 
 
 class Wrapping:
-    """The wrappers around the models of one session."""
+    """Handles the parallel wrappers around the models of one :class:`~castwise.Amp`."""
 
     def __init__(self, members: Members, agreement: Agreement) -> None:
         self._members, self._agreement = members, agreement
         self._patterns: set[str] = set()
         self._narrows: list[masters.Attachment] = []
         self.unchecked: list[tuple[weakref.ref[nn.Module], frozenset[str]]] = []
-        """Models whose order of wrapping is still to be checked, and which of their parameters were DTensors."""
+        """Models whose order of wrapping is still to be checked, each with the names of parameters that were DTensors."""
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Wrapping:
-        """Copies of a model, which carry its hooks, get an object that does nothing."""
+        """Return an empty object, which does nothing, because a copied model carries hooks that refer to this object."""
         return Wrapping(self._members, self._agreement)
 
     def note(self, model: nn.Module, plan: Plan) -> None:
-        """Record a model that was prepared, and the regions that matched in it."""
+        """Record a model that was prepared, and the regions of the plan that matched modules in it."""
         cut = frozenset(name for name, parameter in model.named_parameters() if is_dtensor(parameter))
         self.unchecked.append((weakref.ref(model), cut))
         self._patterns |= {region.pattern for region in plan.regions}
         self._agreement.look_again()
 
     def forget(self) -> None:
-        """Forget all models, when the session is closed."""
+        """Forget all models, because the Amp is closed."""
         self._narrows.clear()
         self.unchecked.clear()
         self._patterns.clear()
         self._agreement.forget()
 
     def check_order(self) -> None:
-        """At the first step after ``prepare``: check that the model was not wrapped since in the wrong order."""
+        """Raise if a model was sharded after ``prepare`` instead of before. Called at the first step after ``prepare``."""
         unchecked, self.unchecked = self.unchecked, []
         for reference, known in unchecked:
             model = reference()
@@ -63,7 +63,7 @@ class Wrapping:
                     )
 
     def adapt(self, schedule: Any, plan: Plan, scaler: GradScaler, window: Window) -> Any:
-        """Let a pipeline schedule train by a plan; see :meth:`castwise.Amp.pipeline`."""
+        """Make a pipeline schedule train under a plan; see :meth:`castwise.Amp.pipeline`."""
         stages = pipeline.stages_of(schedule)
         for stage in stages:
             inner = wrappers.unwrap(stage.submod)
@@ -84,7 +84,7 @@ class Wrapping:
             return scaler.scale_tensor() if scaler.is_enabled() else None
 
         def enter() -> None:
-            """Close the window of the last step on each rank, even if its stage computes no loss."""
+            """Update the loss scale on each rank if a step was made, even if the stage of this rank computes no loss."""
             window.open(lend=True)
             scale()
 
@@ -92,10 +92,18 @@ class Wrapping:
         return schedule
 
     def join_ddp(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module, model: nn.Module) -> None:
-        """Handle DistributedDataParallel being built on a prepared model or a part of it, on all ranks: it shares rank 0's weights.
+        """Adapt a prepared model to the DistributedDataParallel that is being built on it, or on a part of it.
+
+        DistributedDataParallel gives all ranks the weights of rank 0, so the fp32 masters of rank 0 are sent too. All
+        ranks of its process group run this together.
+
+        Args:
+            ddp: The DistributedDataParallel.
+            module: The module that it wraps.
+            model: The prepared model that has parameters of the module.
 
         Raises:
-            StateError: ``delay_all_reduce_named_params`` was given and the model has masters; nothing was changed.
+            StateError: ``delay_all_reduce_named_params`` was given and the model has masters. Nothing was changed.
         """
         averaged = wrappers.averaged_params(ddp, module)
         own = set(module.parameters())
@@ -122,7 +130,10 @@ class Wrapping:
             model.register_forward_pre_hook(self._before_forward)
 
     def share_masters(self, ddp: nn.parallel.DistributedDataParallel, module: nn.Module, rank: int) -> None:
-        """Send one rank's masters to all ranks, as DistributedDataParallel sends parameters; ``rank`` counts within its group."""
+        """Send the fp32 masters of one rank to all ranks, as DistributedDataParallel sends parameters.
+
+        ``rank`` is the number of the rank in the process group of ``ddp``.
+        """
         covered, group = set(wrappers.averaged_params(ddp, module)), ddp.process_group
         for attachment in self._narrows:
             attachment.settle()
@@ -140,6 +151,9 @@ class Wrapping:
             self.narrow()
 
     def narrow(self) -> None:
-        """Before a backward: narrow gradients, since DistributedDataParallel adds only to gradients in the parameters' format."""
+        """Convert accumulated fp32 gradients to the dtype of their parameters before a backward pass.
+
+        DistributedDataParallel can add only to gradients of that dtype.
+        """
         for attachment in self._narrows:
             attachment.narrow_gradients()

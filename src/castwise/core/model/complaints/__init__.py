@@ -1,4 +1,4 @@
-"""Explain dtype errors of operators: the module and line that caused them, and cures that were tried."""
+"""Explain dtype errors of operators: name the module and the line that caused an error, and cures that were tried."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ __all__ = ["Site", "explain_backward", "explain_dtype_error"]
 def explain_dtype_error(
     error: BaseException | None, model: nn.Module, site: Site, *, outside: bool = False
 ) -> None:
-    """Add the source and the cures of an operator's dtype error to its message.
+    """Add the source and the cures of an operator's dtype error to the error's message.
 
-    The failed call is repeated on copies of its arguments, under other rules and with its arguments in other dtypes;
-    every advised change has worked there. Nothing else is run, and the error stays the same, with a longer message. The
-    hook that calls this cannot raise an error, since torch silences it.
+    The failed call is repeated on copies of its arguments, under other rules of the plan and with arguments in other
+    dtypes. A change is suggested only if the repeated call worked with it. No other code is run. The error object stays
+    the same and only its message gets longer, because torch would silence an error that is raised in a hook.
 
     Args:
         error: The error that is being raised.
         model: The prepared model.
-        site: The settings in force in the model.
-        outside: Whether the error may have come from outside the model, where no plan is in force.
+        site: The precision settings under which the model runs.
+        outside: Whether the error may have been raised outside the model's ``forward``, where no plan is in force.
     """
     if error is not None and _is_new(error):
         _add(error, lambda: Complaint(error, model, site, outside).said())
 
 
 def explain_backward(error: BaseException, model: nn.Module, site: Site, loss: Tensor) -> None:
-    """Like :func:`explain_dtype_error`, for an error from the backward of a loss."""
+    """Add the source and the cures of a dtype error to its message, if the error came from the backward pass of a loss.
+
+    See :func:`explain_dtype_error`.
+    """
     if _is_new(error) and met_in(str(error)):
         _add(error, lambda: Complaint(error, model, site, True).said_of_backward(loss))
 
@@ -53,7 +56,7 @@ def _is_new(error: BaseException) -> bool:
 
 
 def _add(error: BaseException, say: Callable[[], str]) -> None:
-    # the original error matters more than an error while explaining it
+    # if explaining the error fails, the user must still get the original error
     with contextlib.suppress(Exception), _torch.operators.unobserved():
         if said := say():
             error.args = (f"{error.args[0]}\ncastwise: {said}", *error.args[1:])

@@ -1,4 +1,4 @@
-"""The operator call that raised an error: found in the traceback with its arguments, and repeated on copies.
+"""Find the operator call that raised an error, with its arguments, and repeat it on copies of them.
 
 Python does not keep the arguments of a call that raised, so they are evaluated again from the source line.
 """
@@ -30,13 +30,13 @@ class Call:
     """A call of an operator or of a torch function.
 
     Attributes:
-        name: The operator as plans name it: ``mm``, ``index_add_``, ``mylib::op``; :data:`OF_MODULE` for a torch
-            module.
-        function: The called function; a method takes the tensor as first argument.
+        name: The operator as plans name it, such as ``mm``, ``index_add_`` or ``mylib::op``. ``OF_MODULE`` of
+            :mod:`~castwise.core.model.complaints.expressions` if a module of ``torch.nn`` was called.
+        function: The called function. For a method, it takes the tensor as its first argument.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        writes: Whether it writes to one of its arguments.
-        spot: Where it was called.
+        writes: Whether the call writes to one of its arguments.
+        spot: The line of user code that made the call.
     """
 
     name: str
@@ -48,16 +48,16 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among its arguments, each once."""
+        """The tensors among the arguments, each once, as a list."""
         return list({id(t): t for t in tensors_in((self.args, self.kwargs))}.values())
 
     def again(self, cast: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-        """Repeat the call on copies of its tensors, each passed through ``cast``."""
+        """Repeat the call on copies of its tensors, each of which ``cast`` may replace first."""
 
         def copy(tensor: Tensor) -> Tensor:
             made = cast(tensor)
             alone = made.detach().clone() if made is tensor else made.detach()
-            # not a leaf, which must not be written to
+            # a view, since autograd refuses writes to a leaf that requires a gradient
             return alone.requires_grad_().view_as(alone) if _follows(tensor, alone) else alone
 
         def new(value: Any) -> Any:
@@ -75,11 +75,13 @@ def _follows(tensor: Tensor, copy: Tensor) -> bool:
 
 
 def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
-    """Find the failed call in a traceback. Only functions of torch in its arguments are run.
+    """Find the call that raised an error, given the error's traceback.
+
+    To get the arguments, expressions in the source are evaluated; only functions of torch are run for this.
 
     Returns:
-        The calls that may be repeated, the innermost first: of an operator, then of the custom operators whose Python
-        kernels called it. And the location of the innermost line of user code.
+        The calls that may be repeated, the innermost first, and the innermost line of user code. The first call is that
+        of the operator that failed. The others are those of custom operators whose Python kernels called it.
     """
     steps = []
     while trace is not None:
@@ -109,7 +111,10 @@ def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
 
 
 def _direct(steps: list[TracebackType], index: int) -> Call | None:
-    """A call through ``torch.ops``, with the arguments in its frame."""
+    """Return the call of an operator through ``torch.ops``, such as ``torch.ops.mylib.op(x)``, or None if not repeatable.
+
+    The arguments are read from the local variables of torch's own stack frame.
+    """
     given = steps[index].tb_frame.f_locals
     name, args, kwargs = (
         _torch.operators.operator_name(given.get("self")),
@@ -122,7 +127,7 @@ def _direct(steps: list[TracebackType], index: int) -> Call | None:
 
 
 def _written(steps: list[TracebackType], index: int) -> Call | None:
-    """The call that a frame was executing, from its source line."""
+    """Return the call that a stack frame was executing, evaluated from its source line, or None if that is unknown."""
     node = node_of(steps[index])
     if node is None:
         return None
@@ -136,7 +141,13 @@ def _written(steps: list[TracebackType], index: int) -> Call | None:
 
 
 def _spot(steps: list[TracebackType], index: int, texts: Mapping[int, str]) -> Spot:
-    """The user's frame that called a frame, or the frame itself; with the source expressions of its tensors."""
+    """Return the line of user code that a stack frame was running, or that called it.
+
+    Args:
+        steps: The whole traceback.
+        index: Which of its stack frames.
+        texts: The source expressions of tensors, by ``id``, if already known.
+    """
     own = index
     while own >= 0 and not is_shown(steps[own].tb_frame.f_code.co_filename):
         own -= 1
@@ -155,7 +166,7 @@ def _module(step: TracebackType) -> str:
 
 
 def _below_kernel(steps: list[TracebackType]) -> bool:
-    """Whether the last frames are those of an override kernel and of the operator that it calls with cast tensors."""
+    """Whether the traceback ends in castwise's kernel for an operator rule, or in the operator that this kernel called."""
     for step in reversed(steps):
         if _module(step) == "castwise.core.casting.kernels":
             return True
@@ -165,7 +176,11 @@ def _below_kernel(steps: list[TracebackType]) -> bool:
 
 
 def _known(call: Call) -> Call | None:
-    """A call whose tensors hold plain values: inside ``vmap`` its unwrapped tensors; None if there are none."""
+    """Return the call if it can be repeated, or None.
+
+    A call can be repeated if its tensors hold plain values and no argument is user code. For a call inside ``vmap``,
+    the wrapped tensors are replaced by the plain tensors inside them.
+    """
     given = (*call.args, *call.kwargs.values())
     if not call.name or _torch.dispatcher.in_transform() or any(isinstance(each, _CODE) for each in given):
         return None
@@ -187,7 +202,10 @@ def _known(call: Call) -> Call | None:
 
 
 def _mapped(function: Callable[..., Any], levels: list[list[int | None]], *args: Any, **kwargs: Any) -> Any:
-    """A call inside ``vmap``; ``levels`` lists, from the outermost in, the dimensions that each level maps over."""
+    """Call a function inside nested ``vmap``.
+
+    ``levels`` has one item for each ``vmap``, the outermost first: the dimensions of the tensors that it maps over.
+    """
     tensors = list({id(t): t for t in tensors_in((args, kwargs))}.values())
 
     def inner(*given: Tensor) -> Any:
@@ -201,9 +219,10 @@ def _mapped(function: Callable[..., Any], levels: list[list[int | None]], *args:
 
 
 def failed_in_backward(loss: Tensor, error: BaseException, seconds: float) -> list[Call]:
-    """The calls whose backward raised an error, with forward and backward repeated.
+    """Return the operator calls whose backward may have raised an error.
 
-    None if they cannot be found within ``seconds``.
+    Repeating such a call runs its forward and its backward. The list is empty if the calls cannot be found within
+    ``seconds``.
     """
     node = _torch.autograd.failed_node(loss, error, seconds)
     calls = []

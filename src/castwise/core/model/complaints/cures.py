@@ -1,4 +1,4 @@
-"""Cures of a call that fails because of its dtypes: each is tried on the call before it is suggested."""
+"""Find cures for an operator call that fails because of its dtypes, and try each on the call before suggesting it."""
 
 from __future__ import annotations
 
@@ -44,21 +44,25 @@ _NOT_AGAIN: Final = "The call could not be repeated, so no cure was tried"
 
 
 MOST_BYTES: Final = 2**30
-"""Calls whose tensors take more bytes are not repeated."""
+"""The largest size in bytes of the tensors of a call that is repeated. Larger calls are not repeated."""
 MOST_S: Final = 3.0
-"""After this many seconds of this thread's time no further cure is tried."""
+"""The time limit for trying cures, in seconds of CPU time of this thread."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """The settings of a border's frame, from which frames for other plans can be made.
+    """The precision settings of a region of a prepared model.
+
+    From them a :class:`~castwise.core.casting.frames.Frame`, which puts such settings in force, can be made for another
+    plan.
 
     Attributes:
         plan: The plan.
-        compute: Compute format of the region.
-        device_type: Device type of the frame.
-        extra: Rows beyond those of the plan, for operators that its ``ops`` do not name.
-        meets: Whether the frame is that of a module with its own tables, in which the plan's rules do not hold.
+        compute: The format in which the region computes.
+        device_type: The device type for which the settings hold.
+        extra: Operator rules beyond those of the plan, for operators that the plan's ``ops`` do not name.
+        meets: Whether the region is a module whose own fp32 table is combined with bf16 or fp16 tensors, as in
+            :attr:`~castwise.core.model.resolve.ModulePlan.meets`. The plan's operator rules do not hold in it.
     """
 
     plan: Plan
@@ -68,7 +72,10 @@ class Site:
     meets: bool = False
 
     def frame(self, plan: Plan) -> Frame:
-        """A temporary frame under a plan: unknown to compilers, and without cached weights."""
+        """Return a temporary frame with the settings of this region under another plan.
+
+        Compilers do not know the frame, and no low-precision copies of weights are cached in it.
+        """
         dtype = FORMATS[self.compute].dtype
         if self.meets:
             rows = dict(rules.meetings(self.device_type))
@@ -83,7 +90,10 @@ class Site:
 
 @contextlib.contextmanager
 def _in_force(frame: Frame) -> Iterator[None]:
-    """Context with an active frame, without warnings, that restores random states."""
+    """Activate a frame's precision settings inside a ``with`` block.
+
+    Warnings are ignored inside, and the states of the random number generators are restored at the end.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         if frame.device_type != "cpu":
@@ -93,7 +103,7 @@ def _in_force(frame: Frame) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if frame.rows:
-            lease = kernels.Lease(frame.rows, frame.device_type)  # for as long as it is known by a name
+            lease = kernels.Lease(frame.rows, frame.device_type)  # holds only while a variable refers to it
             stack.callback(lease.close)
         frames.push(frame)
         stack.callback(frames.unwind, frames.depth() - 1)
@@ -107,7 +117,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Complaint:
-    """A dtype error and the cures tried on it."""
+    """A dtype error of an operator, and the search for its cures."""
 
     def __init__(self, error: BaseException, model: nn.Module, site: Site, outside: bool) -> None:
         self._error, self._model, self._text = error, model, str(error.args[0])
@@ -120,7 +130,7 @@ class Complaint:
         self._frame = self._off if self._outside else self._inside
 
     def _innermost(self, site: Site) -> tuple[nn.Module | None, Site]:
-        """The module that was running, and its active frame."""
+        """Return the innermost module of the model that was running, or None, and the precision settings around it."""
         found, trace = None, self._error.__traceback__
         while trace is not None:
             owner = trace.tb_frame.f_locals.get("self")
@@ -132,7 +142,7 @@ class Complaint:
         return found, site
 
     def said(self) -> str:
-        """Text to add to the message; empty if it is not a dtype error."""
+        """Return the text to add to the error's message, or an empty text if the error is not a dtype error."""
         if self._module is None and not self._outside:
             return ""  # an error that was raised before the model ran
         spot = Spot()
@@ -149,7 +159,7 @@ class Complaint:
         return self._untried(spot)
 
     def said_of_backward(self, loss: Tensor) -> str:
-        """Like :attr:`said`, for an error from the backward of a loss."""
+        """Return the text to add to the message of an error from the backward pass of ``loss``, as :meth:`said` does."""
         self._outside = False
         with _in_force(self._off):
             calls, _ = failed_calls(self._error.__traceback__)
@@ -160,7 +170,10 @@ class Complaint:
         return said.replace(" outside of the model, in ", " in the backward of ", 1)
 
     def _tried(self, calls: list[Call], where: Frame) -> str:
-        """Cures of the first call that fails again in the same way; empty if there is none."""
+        """Return the text with the cures of the first call that fails again in the same way.
+
+        The text is empty if no call fails again.
+        """
         failing = [call for call in filter(self._worth, calls) if self._fails(call, where)]
         if not failing:
             return ""
@@ -183,7 +196,7 @@ class Complaint:
     # --- trying ---------------------------------------------------------------------------------------------
 
     def _worth(self, call: Call) -> bool:
-        """Whether a call may have failed because of dtypes, and may be repeated."""
+        """Whether a call may have failed because of dtypes and is safe to repeat."""
         tensors = call.tensors
         if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > MOST_BYTES:
             return False
@@ -195,7 +208,7 @@ class Complaint:
         return len(dtypes) > 1 or not dtypes.isdisjoint((*LOW_DTYPES, torch.complex32))
 
     def _fails(self, call: Call, frame: Frame) -> bool:
-        """Whether a call fails again in the same way in a frame."""
+        """Whether a call fails again with the same type of error under a frame's precision settings."""
         try:
             with _in_force(frame):
                 call.again()
@@ -204,7 +217,10 @@ class Complaint:
         return False
 
     def _runs(self, call: Call, frame: Frame, casts: Mapping[int, torch.dtype] | None = None) -> bool:
-        """Whether a call runs in a frame with some of its tensors, by ``id``, in other dtypes."""
+        """Whether a call runs under a frame's precision settings with some of its tensors cast.
+
+        ``casts`` maps the ``id`` of a tensor to its new dtype.
+        """
         casts = casts or {}
         if time.thread_time() > self._until:
             self._late = True
@@ -219,7 +235,7 @@ class Complaint:
     # --- what a plan can do ---------------------------------------------------------------------------------
 
     def _cures(self, call: Call, where: Frame) -> list[str]:
-        """Changes of the plan, or of the arguments of prepare, that cure the call."""
+        """Return advice for each change of the plan, or of the arguments of ``prepare``, with which the call runs."""
         if self._outside:
             return ["make this call inside `with amp.autocast():`"] if self._runs(call, self._inside) else []
         found = self._rules(call, where)
@@ -231,7 +247,10 @@ class Complaint:
         return [*found, *self._tables(call, where), *self._regions(call)]
 
     def _regions(self, call: Call) -> list[str]:
-        """An fp32 region for a torch module whose operators all depend on its inputs and parameters."""
+        """Return advice to run the failing module in an fp32 region, if that cures the call.
+
+        It is tried only for modules of ``torch.nn`` without children.
+        """
         module = self._module
         if (
             module is None
@@ -255,7 +274,7 @@ class Complaint:
         return True
 
     def _rules(self, call: Call, where: Frame) -> list[str]:
-        """Rules for the operator under which the call runs."""
+        """Return advice to add a rule for the operator to the plan, if the call runs with that rule."""
         site = self._site
         if call.name == OF_MODULE or site.meets or where is not self._inside:
             return []
@@ -263,12 +282,14 @@ class Complaint:
         with contextlib.ExitStack() as held:
             for rule in ("widest", "lower", "fp32", "as_is"):
                 if (rule == "fp32" and found[:1] == ["widest"]) or (rule == "as_is" and found):
-                    continue  # which has the same effect here
+                    continue  # it has the same effect here as the rule that was found
                 plan = self._with_rule(site, call.name, rule)
                 if plan is None:
                     continue
                 frame = site.frame(plan)
-                lease = kernels.Lease(frame.rows, frame.device_type)  # which the next rule needs as well
+                lease = kernels.Lease(
+                    frame.rows, frame.device_type
+                )  # kept open, since the next rule needs it too
                 held.callback(lease.close)
                 if self._runs(call, frame):
                     found.append(rule)
@@ -280,7 +301,7 @@ class Complaint:
         return [f"add {names} to the plan{whole}"]
 
     def _with_rule(self, site: Site, name: str, rule: str) -> Plan | None:
-        """The plan with one more rule; None if the rule is invalid or affects other operators too."""
+        """Return the plan with one more operator rule, or None if the rule is invalid or affects other operators too."""
         try:
             plan = with_rule(site.plan, name, rule)
             override_rows(plan, site.device_type)
@@ -295,7 +316,7 @@ class Complaint:
         return plan
 
     def _tables(self, call: Call, where: Frame) -> list[str]:
-        """Buffers kept in fp32 with which the call runs in the low format."""
+        """Return advice to store a buffer in bf16 or fp16, for each fp32 buffer whose cast cures the call."""
         site = self._site
         low = next((t.dtype for t in call.tensors if t.dtype in LOW_DTYPES), None)
         found: list[str] = []
@@ -321,7 +342,12 @@ class Complaint:
     # --- what to write --------------------------------------------------------------------------------------
 
     def _line(self, call: Call, where: Frame) -> tuple[Mapping[int, torch.dtype], str]:
-        """The tensors to cast so that the call runs, with the code to write; empty if unknown."""
+        """Find casts of the call's tensors with which the call runs.
+
+        Returns:
+            The new dtypes by the tensors' ``id``, and the advice what code to write. Both are empty if no casts are
+            found.
+        """
         floating = [t for t in call.tensors if is_real(t)]
         written = (
             list(tensors_in(call.kwargs["out"] if "out" in call.kwargs else call.args[:1]))
@@ -347,7 +373,10 @@ class Complaint:
         return {}, ""
 
     def _wanted(self, tensors: Iterable[Tensor]) -> list[torch.dtype]:
-        """Target dtypes for tensors, lossless first; fp64, which no plan casts, last."""
+        """Return the dtypes to which all of the tensors may be cast, in the order in which to try them.
+
+        The widest of their dtypes other than fp64 comes first, then fp32, then the region's compute format.
+        """
         found = [
             torch.empty((), dtype=t.dtype, device="cpu").real.dtype if t.is_complex() else t.dtype
             for t in tensors
@@ -361,7 +390,7 @@ class Complaint:
     def _castings(
         self, call: Call, floating: list[Tensor], receiver: Tensor | None
     ) -> Iterator[dict[int, torch.dtype]]:
-        """Possible casts of tensors, the best first."""
+        """Yield possible casts of the call's tensors, the best first, as a new dtype by the tensor's ``id``."""
         if receiver is not None and (receiver.is_floating_point() or receiver.is_complex()):
             others = [t for t in floating if t is not receiver]
             for dtype in self._wanted(others) if others else (torch.float32,):
@@ -388,7 +417,7 @@ class Complaint:
     # --- text -------------------------------------------------------------------------------------------------
 
     def _head(self, call: Call | None, spot: Spot, cast: Iterable[int] = ()) -> str:
-        """The first sentence: which dtypes met, and where."""
+        """Return the first sentence of the explanation, which says which dtypes met and where."""
         if call is not None:
             shown = [t for t in call.tensors if is_real(t) or id(t) in cast]
             met = list(dict.fromkeys(named(t.dtype) for t in shown))
@@ -405,9 +434,9 @@ class Complaint:
         return f"{what}{where}{name}{line}{code}."
 
     def _untried(self, spot: Spot) -> str:
-        """The text for a call that could not be repeated."""
+        """Return the explanation for a call that could not be repeated."""
         if not is_dtype_error(self._text) or raised_by_hand(self._error.__traceback__):
-            return ""  # whose message may be about anything
+            return ""  # the message of an error that user code raises may be about anything
         there = f"in line {spot.line.number}" if spot.line is not None else "there"
         several = len(met_in(self._text)) > 1
         write = (

@@ -1,7 +1,7 @@
-"""Evaluate expressions in a frame that raised, without running user code, and find the operators that they call.
+"""Evaluate expressions in a Python stack frame in which an error was raised, and find the operators that they call.
 
-Names, attributes, items, arithmetic and functions of torch are evaluated; anything that would run other code is
-unknown.
+No user code runs. Names, attributes, items, arithmetic and functions of torch are evaluated. The value of an expression
+that would run other code is unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from castwise.core import _torch
 from castwise.core.casting.trees import tensors_in
 
 OF_MODULE: Final = "forward"
-"""Stands for the name of an operator if a torch module was called."""
+"""The name that stands for an operator's name if a module of ``torch.nn`` was called."""
 
 
 _BINARY: Final[dict[type, tuple[str, Callable[[Any, Any], Any]]]] = {
@@ -44,7 +44,7 @@ _UNARY: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
     ast.Not: ("", operator.not_),
 }  # fmt: skip
 _SPELLED: Final = {"getitem": "index", "setitem": "index_put_", "truediv": "div", "mod": "remainder"}
-"""Python operators with another name in ATen."""
+"""ATen's names of Python operators that have another name there."""
 _PLAIN: Final = (
     len,
     int,
@@ -72,20 +72,23 @@ _HOMES: Final = (
     "torch._C._special",
     "torch._C._sparse",
 )
-"""Modules of torch's functions in C."""
+"""The ``__module__`` of torch's functions that are written in C."""
 _PYTHON_HOMES: Final = (
     "torch.nn.functional", "torch.functional", "torch._tensor", "torch._jit_internal", "torch.sparse", "torch.linalg",
 )  # fmt: skip
-"""Modules of torch's functions in Python that run operators and nothing else."""
+"""The ``__module__`` of torch's functions that are written in Python and run only operators."""
 _NOT_AGAIN: Final = ("backward", "register_hook", "register_post_accumulate_grad_hook", "set_", "resize_")
 
 
 class NotKnown(Exception):
-    """The value of an expression is unknown without running user code."""
+    """Raised if the value of an expression cannot be found without running user code."""
 
 
 class Values:
-    """Evaluates expressions in a frame that raised."""
+    """Evaluates expressions with the variables of a Python stack frame in which an error was raised.
+
+    ``texts`` collects the source expression of each tensor that was found, by the tensor's ``id``.
+    """
 
     def __init__(self, frame: FrameType) -> None:
         self._frame, self._locals = frame, dict(frame.f_locals)
@@ -93,7 +96,7 @@ class Values:
         self._kept: list[Any] = []
 
     def call(self, node: ast.AST) -> tuple[str, Callable[..., Any], list[Any], dict[str, Any]]:
-        """Name, function and arguments of an expression that calls an operator."""
+        """Return the operator's name, the function, and the arguments of an expression that calls an operator."""
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.BinOp):
@@ -149,7 +152,7 @@ class Values:
         return list(items)
 
     def written(self, node: ast.expr) -> list[ast.expr]:
-        """The source of an argument, or of each item of an unpacked one."""
+        """Return the source of an argument, or the source of each item of an argument such as ``*args``."""
         if not isinstance(node, ast.Starred):
             return [node]
         return [item_of(node.value, index) for index in range(len(self.of(node.value)))]
@@ -160,7 +163,7 @@ class Values:
                 self.texts.setdefault(id(item), f"{ast.unparse(node)}[{key!r}]")
 
     def of(self, node: ast.expr) -> Any:
-        """The value of an expression."""
+        """Return the value of an expression."""
         value = self._of(node)
         if isinstance(value, Tensor):
             self.texts.setdefault(id(value), ast.unparse(node))
@@ -220,7 +223,7 @@ class Values:
                 if not isinstance(node, ast.Call) and not all(isinstance(arg, _NUMBERS_OF) for arg in args):
                     raise NotKnown
                 if not _torch.operators.plain_tensors(tensors_in((args, kwargs))):
-                    raise NotKnown  # ranks may wait for each other in operators on pieces
+                    raise NotKnown  # operators on sharded tensors may wait for other ranks
                 return function(*args, **kwargs)
         raise NotKnown
 
@@ -263,12 +266,18 @@ class Values:
 
 
 def item_of(node: ast.expr, key: object) -> ast.expr:
-    """The source of an item of a sequence expression."""
+    """Return the source of one item of a sequence or mapping, given the source of the whole."""
     return ast.Subscript(node, ast.Constant(key), ast.Load())  # type: ignore[arg-type]
 
 
 def handed_on(node: ast.AST | None, outer: FrameType, callee: FrameType) -> dict[int, str]:
-    """The source of the tensors that a frame was called with, by ``id``."""
+    """Return the source expressions of the tensors that were passed to a function, by the tensors' ``id``.
+
+    Args:
+        node: The expression that called the function.
+        outer: The stack frame that contains this expression.
+        callee: The stack frame of the function.
+    """
     if not isinstance(node, ast.Call):
         return {}
     code, given, values = callee.f_code, callee.f_locals, Values(outer)
@@ -313,7 +322,7 @@ def writes(name: str) -> bool:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """An attribute, unless reading it would run user code."""
+    """Return an attribute of a value, or raise :class:`NotKnown` if reading it would run user code."""
     kind = type(value)
     if isinstance(value, Tensor):
         if _torch.operators.plain_tensors([value]):
@@ -348,7 +357,10 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _operator(called: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
-    """Name, function and first arguments of a torch function or operator; the name is empty for anything else."""
+    """Return the operator's name, the function to call and its first arguments, for a torch function or operator.
+
+    The name is empty if ``called`` is anything else. For a method, the first argument is the tensor.
+    """
     name = _torch.operators.operator_name(called)
     if name:
         return name, called, ()
@@ -381,7 +393,7 @@ def _operator(called: Any) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The computation of a torch module, without hooks and on copies of its buffers."""
+    """Return the ``forward`` of a module of ``torch.nn``, which runs without hooks and on copies of the module's buffers."""
     if type(module) is nn.Sequential:
         parts = list(map(_forward_of, module))
         return lambda given: functools.reduce(lambda value, part: part(value), parts, given)
@@ -401,7 +413,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _atens(name: str) -> str:
-    """ATen's name of a Python method: ``__rmatmul__`` is ``matmul``."""
+    """Return ATen's name of a Python method; that of ``__rmatmul__`` is ``matmul``."""
     if not (name.startswith("__") and name.endswith("__")):
         return name
     bare = name.strip("_")

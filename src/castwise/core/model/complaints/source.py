@@ -1,4 +1,4 @@
-"""Source lines: the user's line for an error, and the expression that was running there."""
+"""Find the line of user code at which an error was raised, and the expression that was running there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STDLIB = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 @dataclass(frozen=True)
 class Line:
-    """A line of Python.
+    """A line of Python code.
 
     Attributes:
         file: Path of the file.
@@ -36,17 +36,17 @@ class Line:
     function: str
 
     def __str__(self) -> str:
-        """``model.py, line 12, in forward``."""
+        """Return the place as text, such as ``model.py, line 12, in forward``."""
         return f"{Path(self.file).name}, line {self.number}, in {self.function}"
 
     @property
     def text(self) -> str:
-        """The source text; empty if the file cannot be read."""
+        """The source text of the line, or an empty text if the file cannot be read."""
         return linecache.getline(self.file, self.number).strip()
 
 
 def is_shown(file: str) -> bool:
-    """Whether a file is user code: not torch's, castwise's or Python's own."""
+    """Whether a file is user code, and not part of torch, castwise or Python's standard library."""
     if file.startswith((_WORKLOADS, _TESTING)):
         return True
     if file.startswith((_TORCH, _CASTWISE, "<frozen")):
@@ -56,13 +56,14 @@ def is_shown(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Spot:
-    """The line of user code that made a call.
+    """The line of user code that called an operator.
 
     Attributes:
-        line: The innermost one; None if there is none.
-        code: The source of the running expression, on one line; empty if it cannot be read.
-        texts: The source of each tensor there, by ``id``.
-        maker: For a name in that function, finds the assignment that gave it its value.
+        line: The innermost line of user code in the traceback, or None if there is none.
+        code: The source of the expression that was running, on one line; empty if it cannot be read.
+        texts: The source expression of each tensor in that line, by the tensor's ``id``.
+        maker: A function that takes the name of a variable in the same function, and returns the assignment that gave
+            it its value, or None.
     """
 
     line: Line | None = None
@@ -88,7 +89,10 @@ def _tree_of(frame: FrameType) -> ast.Module | None:
 def _ending(
     tree: ast.Module,
 ) -> dict[tuple[int | None, int | None], list[tuple[ast.AST, ast.expr | ast.AugAssign]]]:
-    """Expressions and augmented assignments, outer before inner, each with its parent, by the line and column of its end."""
+    """Return all expressions and augmented assignments of a syntax tree, by the line and column where they end.
+
+    Each comes with its parent node. Of several that end at the same place, the outer ones come first.
+    """
     found: dict[tuple[int | None, int | None], list[tuple[ast.AST, ast.expr | ast.AugAssign]]] = {}
     for parent in ast.walk(tree):
         for node in ast.iter_child_nodes(parent):
@@ -105,7 +109,11 @@ def _position(code: CodeType, index: int) -> tuple[int, int, int, int] | None:
 
 
 def node_of(step: TracebackType) -> ast.AST | None:
-    """The expression that was running, or the whole statement if it writes in place: ``a += b``, ``a[i] = b``."""
+    """Return the syntax tree of the expression that was running in a frame of a traceback.
+
+    If the statement writes in place (``a += b``, ``a[i] = b``), return that of the whole statement. Return None if it
+    is not found.
+    """
     at, tree = _position(step.tb_frame.f_code, step.tb_lasti), _tree_of(step.tb_frame)
     if at is None or tree is None:
         return None
@@ -129,13 +137,13 @@ def raised_by_hand(trace: TracebackType | None) -> bool:
 
 
 def short(node: ast.AST | None) -> str:
-    """The source text, on one line of at most 100 characters."""
+    """Return the source text of a syntax tree, on one line of at most 100 characters."""
     text = ast.unparse(node) if node is not None else ""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def maker_of(step: TracebackType, name: str) -> ast.Assign | None:
-    """The last assignment to a name above the line that was running, in the same function."""
+    """Return the last assignment to a variable above the line that was running, in the same function."""
     tree, code = _tree_of(step.tb_frame), step.tb_frame.f_code
     found: ast.Assign | None = None
     for node in ast.walk(tree) if tree is not None else ():

@@ -1,4 +1,4 @@
-"""Texts for dtype errors: names of dtypes, and suggested code."""
+"""Write the parts of explanations of dtype errors: names of dtypes, and suggested code."""
 
 from __future__ import annotations
 
@@ -43,27 +43,30 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def is_dtype_error(text: str) -> bool:
-    """Whether a message looks like a dtype error."""
+    """Whether an error message looks like that of a dtype error."""
     return bool(_DTYPE_ERROR.search(text) and met_in(text))
 
 
 def asks_for_whole(text: str) -> bool:
-    """Whether a message says that an operator needs integers."""
+    """Whether an error message says that an operator needs integers."""
     return bool(_WHOLE.search(text))
 
 
 def met_in(text: str) -> list[str]:
-    """The formats that a message names."""
+    """Return castwise's names of the dtypes that an error message mentions, such as ``["bf16", "fp32"]``."""
     return list(dict.fromkeys(_WORD_NAMES[word.lower()] for word in _WORDS.findall(text)))
 
 
 def named(dtype: torch.dtype) -> str:
-    """Castwise's name of a dtype."""
+    """Return castwise's name of a dtype, such as ``bf16``, or torch's name if castwise has none."""
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def writing(call: Call, casts: Mapping[int, torch.dtype]) -> str:
-    """The code to write for these casts, such as ``write x.to(torch.float32)``."""
+    """Return advice to cast arguments of a call, such as ``write x.to(torch.float32)``.
+
+    ``casts`` maps the ``id`` of each tensor to cast to its new dtype.
+    """
     written, unknown = [], set()
     for tensor in call.tensors:
         if id(tensor) in casts:
@@ -88,7 +91,11 @@ def _receiver(text: str) -> str:
 
 
 def factory(receiver: Tensor, dtype: torch.dtype, floating: list[Tensor], spot: Spot) -> str:
-    """Suggested code for creating a tensor that an operator writes to, with a dtype added; empty if unknown."""
+    """Return advice to create a tensor in another dtype, as the line that creates it with ``dtype=`` added.
+
+    The tensor, ``receiver``, is one that an operator writes to. The text is empty if the source does not show a call
+    such as ``torch.zeros`` that created it.
+    """
     node: ast.expr = ast.parse(spot.texts.get(id(receiver), "0"), mode="eval").body
     number, column = (spot.line.number if spot.line is not None else 0), 0
     if isinstance(node, ast.Name) and (made := spot.maker(node.id)) is not None:
@@ -111,7 +118,13 @@ def factory(receiver: Tensor, dtype: torch.dtype, floating: list[Tensor], spot: 
 
 
 def sentence(cures: list[str], line: str, late: bool) -> str:
-    """The suggested cures: changes of the plan, and code; ``late`` if time ran out before all plan changes were tried."""
+    """Return the sentence that lists the cures of a dtype error.
+
+    Args:
+        cures: Changes of the plan.
+        line: A change of the user's code, or an empty text.
+        late: Whether time ran out before all changes of the plan were tried.
+    """
     options = [*cures, *([line] if line else [])]
     tried = "which was tried on this call" if len(options) == 1 else "each of which was tried on this call"
     none = (
