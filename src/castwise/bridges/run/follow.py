@@ -101,7 +101,7 @@ class Follower:
         """The modules of all models that were prepared, or that run as they would without castwise."""
         self._undo: list[Callable[[], None]] = []
         self._grad_scale: float | None = None
-        """The loss scale at which ``torch.autograd.grad`` gave finite gradients, or None if such a scale must be searched."""
+        """The loss scale at which ``torch.autograd.grad`` gave finite gradients, or None if no such scale is known."""
         self._seeks = 0
         """The number of consecutive searches that found no loss scale with finite gradients."""
         self._overflowed: torch.Tensor | None = None
@@ -109,7 +109,7 @@ class Follower:
         self._begun = False
 
     def begin(self) -> None:
-        """Start to detect models, optimizers and backward passes of the script."""
+        """Start detecting the models, optimizers and backward passes of the script."""
         self._begun = True
         wrappers.on_ddp(self._meet_ddp)
         self._undo = [
@@ -131,7 +131,7 @@ class Follower:
                 self._undo += [_torch.hooks.around_function(home, name, around) for name in names]
 
     def end(self) -> None:
-        """Stop to detect models and optimizers, and report how many steps were skipped. Prepared models stay prepared."""
+        """Stop detecting models and optimizers, and report how many steps were skipped. Prepared models stay prepared."""
         self._begun = False
         while self._undo:
             self._undo.pop()()
@@ -403,8 +403,8 @@ class Follower:
         """Run ``torch.autograd.grad`` with a loss scale, and return the gradients without the scale.
 
         A script may differentiate something other than a loss. For example, the gradients of a sum of outputs may overflow at
-        the scale of a mean. The first call therefore keeps the autograd graph and is repeated with smaller scales, down to 1,
-        until the gradients are finite. Later calls use the scale that was found.
+        a loss scale that suits a mean. The first call therefore keeps the autograd graph and is repeated with smaller scales,
+        down to 1, until the gradients are finite. Later calls use the scale that was found.
         """
         retain, *more = args
         if self._overflowed is not None and bool(self._overflowed):
@@ -452,7 +452,7 @@ class Follower:
 def _with_fp32(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Cast bf16 and fp16 inputs of a model to fp32, as a forward pre-hook.
 
-    The script stores the model in bf16 or fp16, but it trains under a plan that computes in fp32 only.
+    The script stores the model in bf16 or fp16, but the plan stores the model and computes in fp32 only.
     """
     return map_tensors(
         lambda tensor: tensor.float() if tensor.dtype in LOW_DTYPES else tensor, (args, kwargs)

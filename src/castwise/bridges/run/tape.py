@@ -118,7 +118,7 @@ class TapeLoss:
 class Recording(TorchFunctionMode):
     """A torch function mode that records tapes while the script runs.
 
-    castwise's usual observers cannot be used here: they observe a pass that castwise itself begins and ends.
+    castwise's usual observers cannot be used here: they observe a forward and backward pass that castwise itself runs.
 
     Args:
         model: The model. Calls that depend on its outputs or parameters are recorded.

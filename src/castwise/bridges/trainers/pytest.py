@@ -161,7 +161,7 @@ def _cures(
 ) -> list[str]:
     """Return lines that suggest what to do about a plan that failed.
 
-    Classes of modules are tried in fp32 one after the other, until the plan passes. The first that helps is suggested.
+    Classes of modules are tried in fp32 one after the other, until the plan passes. The first class that helps is suggested.
     """
     import castwise
 

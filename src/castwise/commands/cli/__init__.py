@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the command ``app`` when it is first used."""
+    """Return ``app``, the Typer application, which is imported when it is first used."""
     if name != "app":
         raise AttributeError(f"module 'castwise.commands.cli' has no attribute {name!r}")
     from castwise.commands.cli.commands import app

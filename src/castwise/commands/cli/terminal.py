@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FAILED, MISUNDERSTOOD, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 """The exit codes of a command that failed, was used wrongly, was interrupted, or was terminated by SIGTERM."""
 FEW = 3
-"""The largest number of written files that are all named."""
+"""If a command has written at most this many files, its output names all of them."""
 
 
 class Shown(Protocol):

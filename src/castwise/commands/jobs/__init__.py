@@ -57,8 +57,8 @@ def _tell(progress: Progress, event: Event) -> None:
 def heard(progress: Progress | bool | None, stages: bool = False) -> Iterator[Progress]:
     """Yield the function that a job calls to report progress, as the user's argument ``progress`` asks.
 
-    ``progress`` is the user's function, True for progress bars on standard error, or False or None for no output. An error
-    that the user's function raises leaves the job unchanged, and no workload or plan is blamed.
+    ``progress`` is the user's function, True for progress bars on standard error, or False or None for no output. If
+    the user's function raises an error, the job ends with the same error, and blames no workload or plan.
 
     Raises:
         PlanError: ``progress`` is something else.

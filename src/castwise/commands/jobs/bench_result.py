@@ -125,10 +125,10 @@ class BenchResult(Result):
         return self._best()[1:]
 
     def _best(self) -> tuple[str, ...]:
-        """Return the name of the best plan, then the names of the plans whose speed cannot be told apart from it.
+        """Return the name of the best plan, then the names of the plans that are about as fast.
 
-        Of the plans whose speed cannot be told apart from the fastest, the best is the plan that the user named first. In
-        another measurement another plan may be the fastest, but the answer should be the same.
+        Of the plans whose speed cannot be told apart from the fastest plan's, the best is the plan that the user named first.
+        Another measurement may find another plan to be the fastest, but its answer should be the same.
         """
         behind = self.behind
         sound = (row for row in self.plans if row.status == "ok" and row.name not in behind)

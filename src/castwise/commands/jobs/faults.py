@@ -28,7 +28,7 @@ def calls(workload: Workload, what: str) -> Iterator[None]:
 
 
 def remedy(plan: Plan) -> str:
-    """Return a suggestion what to do about a non-finite loss under a plan that has no loss scale."""
+    """Return a suggestion of what to do about a non-finite loss under a plan that has no loss scale."""
     if plan.compute == "fp16":
         return "use a plan with a loss scale, such as fp16-mixed, or bf16-mixed, which needs no loss scale"
     if plan.compute == "bf16":

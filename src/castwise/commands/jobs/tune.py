@@ -67,7 +67,7 @@ def tune(
 
     If torch.distributed is initialised, call this function on every rank with the same arguments. All ranks then search
     together, on the same batches (no seed per rank is needed), and get the same plan. All ranks measure at the same time.
-    Of the ranks' results, the slowest time, the largest peak memory and the largest gradient error count. A plan that fails
+    The result uses the slowest time, the largest peak memory and the largest gradient error of all ranks. A plan that fails
     on one rank fails on all. Only rank 0 reports progress and writes ``out``.
 
     Args:
@@ -226,7 +226,7 @@ def _note_files(error: BaseException, save: Callable[[], Sequence[Path]]) -> Non
 
 
 def _teller(search: Search, tell: Progress) -> Say:
-    """Return a function that reports the progress of a search to the user's function, on rank 0 only."""
+    """Return a function that passes the progress of a search on to the user's progress function, on rank 0 only."""
 
     def say(stage: str, subject: str, done: int, total: int) -> None:
         if search.context.ranks.rank == 0:

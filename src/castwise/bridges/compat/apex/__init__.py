@@ -1,7 +1,7 @@
 """Replaces NVIDIA Apex, as far as training scripts use it.
 
-``amp``: mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils``, ``multi_tensor_apply``:
-further modules of Apex that such scripts import. They are implemented with torch under Apex's paths.
+``amp`` implements mixed precision. ``parallel``, ``optimizers``, ``normalization``, ``fp16_utils`` and
+``multi_tensor_apply`` are further modules of Apex that such scripts import. They are implemented with torch.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class CastwiseAccelerator(Accelerator):
     amp: Amp
     """The castwise session."""
     _plain: type[Accelerator] = Accelerator
-    """The class as which an instance of this very class is pickled. An instance of a subclass is pickled as the subclass,
-    unless the subclass defines ``_plain`` itself."""
+    """The class that an unpickled accelerator has. An accelerator of a subclass keeps the subclass, unless the subclass sets
+    ``_plain`` itself."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class CastwiseAccelerator(Accelerator):
             )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale, in place. Gradients that are not scaled, or no longer, are left unchanged.
+        """Divide gradients by the loss scale, in place. Gradients that are not scaled are left unchanged.
 
         Args:
             optimizer: The optimizers whose gradients are unscaled. By default these are all prepared optimizers.

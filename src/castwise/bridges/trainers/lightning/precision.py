@@ -116,7 +116,10 @@ class CastwisePrecision(Precision):
         self._amp: Amp | None = None
         self._roots: list[weakref.ref[nn.Module]] = []
         self._own_steps: frozenset[str] = frozenset()
-        """Steps that were assigned to the module instance. castwise cannot wrap them, and casts around their calls instead."""
+        """The methods of ``_STEPS`` that were assigned to the module instance.
+
+        castwise cannot wrap them, and casts around their calls instead.
+        """
         self._undo: list[Callable[[], object]] = []
         self._module: LightningModule | None = None
         """The LightningModule that a Trainer trains; None under Fabric."""
@@ -388,9 +391,10 @@ class CastwisePrecision(Precision):
             yield
 
     def _around(self, step: str) -> AbstractContextManager[Any]:
-        """Return a context that casts as the plan says, for a step that was assigned to the module instance.
+        """Return the context for a method such as ``training_step``.
 
-        For the other steps, which castwise has wrapped, the context does nothing.
+        If the method was assigned to the module instance, the context casts as the plan says. castwise has wrapped the other
+        methods, for which the context does nothing.
         """
         return self.amp.autocast() if step in self._own_steps else nullcontext()
 

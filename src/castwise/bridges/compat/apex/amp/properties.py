@@ -23,7 +23,8 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "O2": (torch.float16, False, True, True, "dynamic"),
     "O3": (torch.float16, False, False, False, 1.0),
 }
-"""cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights and loss_scale of each level."""
+"""The defaults of each level, in the order of the options ``cast_model_type``, ``patch_torch_functions``,
+``keep_batchnorm_fp32``, ``master_weights`` and ``loss_scale``."""
 
 
 class Properties:

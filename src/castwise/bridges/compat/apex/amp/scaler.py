@@ -77,7 +77,9 @@ class LossScaler:
         self._flag = flag if self._flag is None else torch.maximum(self._flag, flag.to(self._flag.device))
 
     def update_scale(self) -> bool:
-        """Grow or shrink a dynamic scale by what :meth:`unscale_` recorded, which synchronises with the device.
+        """Update a dynamic scale according to what :meth:`unscale_` recorded. This synchronises with the device.
+
+        A static scale is not changed, and the device is not waited for.
 
         Returns:
             Whether the next step must be skipped.

@@ -67,7 +67,11 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's nam
 
 
 def network_to_half(network: nn.Module) -> nn.Module:
-    """Convert a model to fp16 in place, with BatchNorm in fp32, and return it behind a module that casts its input to fp16."""
+    """Convert a model to fp16, in place, with BatchNorm in fp32.
+
+    Returns:
+        An ``nn.Sequential`` that casts its input to fp16, then calls the model.
+    """
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 

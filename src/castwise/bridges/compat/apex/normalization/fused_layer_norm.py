@@ -69,7 +69,7 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise."""
+        """Apply layer norm to ``input``."""
         return mixed_dtype_fused_layer_norm_affine(
             input, self.weight, self.bias, self.normalized_shape, self.eps
         )
@@ -83,7 +83,7 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
+        """Apply RMS norm to ``x``."""
         return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps or 0.0)
 
 

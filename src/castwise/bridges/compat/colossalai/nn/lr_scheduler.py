@@ -20,7 +20,7 @@ __getattr__ = missing_attribute("colossalai.nn.lr_scheduler")
 
 
 class LinearWarmupLR(LRScheduler):
-    """Raises the learning rate linearly during warmup, then lowers it linearly to zero, where it stays.
+    """Increases the learning rate linearly during warmup, then decreases it linearly to zero, where it stays.
 
     With w warmup steps and T steps in total, the learning rate in step e is (e+1)/(w+1) of the group's initial rate while
     e < w, and (T-e)/(T-w) of that rate from then on. ``last_epoch`` is the last step made, or -1 at the start.
@@ -72,7 +72,7 @@ class CosineAnnealingLR(lr_scheduler.CosineAnnealingLR):
 
 
 class CosineAnnealingWarmupLR(LRScheduler):
-    """Raises the learning rate linearly during warmup, then lowers it along a cosine, as torch's ``CosineAnnealingLR`` does.
+    """Increases the learning rate linearly during warmup, then decreases it as torch's ``CosineAnnealingLR`` does.
 
     With w warmup steps, the learning rate in step e is (e+1)/w of the group's initial rate while e < w. The cosine then takes
     ``total_steps - w`` steps. If all steps are warmup, the learning rate stays at ``eta_min`` after them.

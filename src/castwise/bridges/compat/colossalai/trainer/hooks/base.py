@@ -10,9 +10,10 @@ __all__ = ["BaseHook"]
 class BaseHook:
     """The base class of hooks, whose methods do nothing. Hooks with a lower ``priority`` are called first.
 
-    The trainer calls the method named after an event before and after training (``train``) and evaluation (``test``), and
-    before and after each of their epochs and batches (``iter``). ``after_train_iter`` follows the optimizer step.
-    ``after_hook_is_attached`` is called when all hooks are registered and ``trainer.states`` is still empty.
+    A trainer calls ``before_train`` and ``after_train`` around a training, and ``before_test`` and ``after_test`` around an
+    evaluation. Around each epoch and each batch, it calls the methods whose names end in ``_epoch`` and ``_iter``.
+    ``after_train_iter`` is called after the optimizer step. ``after_hook_is_attached`` is called when all hooks are registered
+    and ``trainer.states`` is still empty.
     """
 
     def __init__(self, priority: int = 10) -> None:
