@@ -366,7 +366,7 @@ _UNKNOWN = 10.0
 
 
 def _starts(record: Record) -> int:
-    """Return how often the plans of the final were started and finished; 0 if fp32 was not measured with them."""
+    """Return how often the plans of the final comparison were started; 0 if fp32 was not measured with them."""
     return max((row["speedup"]["n"] for row in record["candidates"] if row["speedup"]), default=0)
 
 

@@ -105,7 +105,7 @@ class RegionEvidence:
         reason: The reason for that format, if it differs from the plan's compute format.
         time_fp32_s: Seconds for forward and backward of all its modules in fp32, None if the region was not timed alone.
         time_low_s: The same in the plan's compute format, including the casts of its inputs and outputs.
-        damage: The damage to the update when only this region runs low, None if the region was not tested alone.
+        damage: The damage to the update when only this region runs in the low format, None if it was not tested alone.
         share: Its parameters' share of the whole model's damage under the chosen plan: ``bias`` and ``noise`` together.
         data_noise: Variance of its gradient over batches, in the same unit (share of signal + data noise / m).
         grad_largest: Largest magnitude in the unscaled gradients of its output.

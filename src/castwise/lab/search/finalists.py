@@ -174,7 +174,7 @@ def race_repaired(contest: Contest, sound: Sequence[Plan]) -> list[Plan]:
 
 
 def with_lossless(contest: Contest, sound: list[Plan]) -> list[Plan]:
-    """Add the fastest plan that computes fp32's gradients, because repaired plans can be slower than it."""
+    """Add to ``sound`` the fastest plan that computes fp32's gradients, because repaired plans can be slower than it."""
     raced = [plan for plan, entry in contest.entries.items() if entry.rounds and plan == as_raced(plan)]
     fastest = contest.order([plan for plan in raced if numerics_of(plan) == FP32])[0]
     if fastest in sound:

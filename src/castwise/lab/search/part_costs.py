@@ -150,7 +150,7 @@ def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -
 
     Parts of one kind that can be written as one region (``Part.like``) are grouped if that saves much more than it costs those
     that are faster in the low format. Otherwise timing noise would determine which of them are slower, and one region is
-    simpler than several. They are not grouped if one of them was not timed or cannot run low.
+    simpler than several. They are not grouped if one of them was not timed or cannot run in the low format.
 
     Args:
         low: The low format.
@@ -158,7 +158,7 @@ def losing_parts(low: str, costs: dict[str, Cost], parts: Sequence[Part] = ()) -
         parts: Parts that may be grouped; without them each part stands alone.
 
     Returns:
-        Groups of patterns, by seconds saved, largest first; parts that cannot run low come before all others.
+        Groups of patterns, by seconds saved, largest first; parts that cannot run in the low format come before all others.
     """
     whole = sum(cost.times_s.get(low, cost.times_s["fp32"]) for cost in costs.values())
     groups: dict[str, list[Part]] = {}

@@ -1,4 +1,4 @@
-"""Run the first stage of a search: compute fp32 gradients on a few batches, and inspect the model."""
+"""Run the first stage of a search: compute fp32 gradients on a few batches, and find the parts and operators of the model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Reference:
 
 
 def refer(context: Context) -> Reference:
-    """Compute fp32 gradients on a few batches, and inspect the model."""
+    """Compute fp32 gradients on a few batches, and find the parts of the model and the operators that it runs."""
     settings, workload, ranks, journal = context.settings, context.workload, context.ranks, context.journal
     model = build_model(workload, context.device, settings.seed)
     trained = model.parameters()

@@ -285,7 +285,7 @@ class NumericsSearch:
                     return self._pruned(plan, wider, together | dict.fromkeys(added, 0.0), cured, reserve)
             if not queue:
                 break
-            # the parts that stay low do more damage together than alone: keep the worst of them too
+            # the parts in the low format do more damage together than alone: keep the worst of them in fp32 too
             for pattern in heapq.heappop(queue)[-1].patterns:
                 kept.setdefault(pattern, "the rest of the model fails unless this is in fp32 too")
         return Repair(exempt(plan, self._parts, kept), kept, result)

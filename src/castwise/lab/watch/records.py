@@ -32,7 +32,7 @@ class RegionSample:
         underflow: Upper bound of the rounding error that subnormal numbers and zeros add to these gradients: squared error
             divided by squared gradient.
         lost_updates: Share of the squared norm of its updates that rounding has dropped since the previous sample, if
-            parameters are stored low without masters.
+            parameters are stored in bf16 or fp16 without masters.
     """
 
     path: str
