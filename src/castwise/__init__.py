@@ -169,7 +169,10 @@ class _Alias(importlib.abc.Loader):
 
 
 class _Holder(types.ModuleType):
-    """A stand-in for the package that keeps a public name of it when importing a module of that name would overwrite it."""
+    """A stand-in for the package while a module is imported that has the name of a public object of the package.
+
+    It keeps the import from overwriting the public object.
+    """
 
     def __init__(self, package: str) -> None:
         vars(self).update(_package=package, _inner=sys.modules[package])

@@ -1,8 +1,8 @@
 """Make the C library keep freed host memory in the process, instead of returning it to the operating system.
 
-glibc returns memory to the system once 64 MiB are free at the end of the heap. So the tensors of every training step on a
-CPU cause page faults again, which take a tenth of a step of BERT or of ResNet. With this setting, glibc keeps the memory and
-reuses it. Results do not change and the peak is about the same, but other processes get less memory.
+glibc returns memory to the system once 64 MiB are free at the end of the heap. So the tensors of every training step
+on a CPU cause page faults again, which take a tenth of a step of BERT or of ResNet. With this setting, glibc keeps
+the memory and reuses it. Results do not change and the peak is about the same, but other processes get less memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST: Final = 32 << 20
 """The largest size in bytes of a memory block on the heap, and so of a block that is kept after it is freed.
 
-A larger block has its own mapping and returns to the system when it is freed. If larger blocks of changing sizes were on
-the heap between long-lived blocks, they would leave holes that no other block fits into.
+A larger block has its own mapping and returns to the system when it is freed. If larger blocks of changing sizes were
+on the heap between long-lived blocks, they would leave holes that no other block fits into.
 """
 _NUMBER: Final = re.compile("0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
 """The numbers that glibc reads from an environment variable."""

@@ -31,7 +31,7 @@ def running_node_number() -> int | None:
 
 
 def running_node() -> tuple[str, int] | None:
-    """Return the name and sequence number of the autograd node that this thread is executing, or None outside of backward.
+    """Return the name and sequence number of the autograd node that this thread executes, or None outside of backward.
 
     Nodes that accumulate gradients of leaves have the largest possible sequence number.
     """
@@ -93,7 +93,7 @@ def _brings_back(node: Any) -> bool:
 
 
 def forward_of(node: Any) -> Iterator[tuple[OpOverload, dict[str, Any]]]:
-    """Yield each operator that may have created an autograd node in the forward pass, and arguments to call it with.
+    """Yield each operator that may have created an autograd node in the forward pass, with arguments to call the operator.
 
     The arguments are those that the node saved. A tensor that was not saved is replaced by zeros.
     """
@@ -226,7 +226,7 @@ def node_number(node: Any) -> int:
 
 
 def makes(node: Any) -> tuple[torch.dtype, int]:
-    """Return the dtype and the number of dimensions of the tensor that an autograd node's operator computed in the forward pass."""
+    """Return the dtype and the number of dimensions of the tensor that an autograd node's operator computed in forward."""
     made = node._input_metadata[0]
     return made.dtype, len(made.shape)
 
@@ -237,7 +237,10 @@ def casts_to(node: Any, dtype: torch.dtype) -> bool:
 
 
 def hides_operators(node: Any) -> bool:
-    """Whether an autograd node hides the operators inside it, as AOTAutograd's compiled code and DataParallel's copies do."""
+    """Whether an autograd node stands for operators that the graph does not show.
+
+    Code compiled by AOTAutograd and DataParallel's copies of parameters have such nodes.
+    """
     return type(node).__name__ in ("CompiledFunctionBackward", "BroadcastBackward")
 
 
@@ -248,9 +251,9 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 def around_backward(run: Callable[..., Any]) -> Callable[[], None]:
     """Make ``run`` a wrapper around every backward pass of the process.
 
-    ``backward``, ``autograd.grad`` and the transforms of torch.func share one engine, so ``run`` wraps all of them. This
-    relies on torch looking the engine up at each backward pass. torch passes the state of the calling thread to the
-    engine, including the autocast state.
+    ``backward``, ``autograd.grad`` and the transforms of torch.func share one engine, so ``run`` wraps all of them.
+    This relies on torch looking the engine up at each backward pass. torch passes the state of the calling thread to
+    the engine, including the autocast state.
 
     Args:
         run: Called instead of the engine's function, with that function and its arguments: outputs, gradients of
@@ -330,5 +333,5 @@ def is_returned(leaf: torch.Tensor) -> bool:
 
 
 def on_graph_task_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass has finished. If the backward pass fails, it is not called."""
+    """Call ``callback`` when the running backward pass has finished, but not if the backward pass fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

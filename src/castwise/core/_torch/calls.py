@@ -23,15 +23,15 @@ def guard_calls(
     unwind: Callable[[int], None],
     mode: str | None = None,
 ) -> None:
-    """Put a guard around the calls of a module, which restores a state of the thread after a call that raised any exception.
+    """Make the calls of a module restore a state of this thread if they end with any exception, by a guard around the calls.
 
     The guard is needed because torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt,
     SystemExit or CancelledError. With a ``mode``, the guard also compiles the module's calls.
 
-    The guard is stored in the attribute where ``module.compile()`` stores its compiled code. torch then calls the guard
-    instead of the module's own call, and leaves it out of copies and pickles. A module that other code has compiled with
-    ``module.compile()`` gets no guard. Replicas of DataParallel share the module's attributes, so the guard looks up in
-    the caller's frame which module was called. Replicas run uncompiled.
+    The guard is stored in the attribute where ``module.compile()`` stores its compiled code. torch then calls the
+    guard instead of the module's own call, and leaves it out of copies and pickles. A module that other code has
+    compiled with ``module.compile()`` gets no guard. Replicas of DataParallel share the module's attributes, so the
+    guard looks up in the caller's frame which module was called. Replicas run uncompiled.
 
     Args:
         module: The module whose calls to guard.
@@ -80,18 +80,25 @@ def _own_frame(module: torch.nn.Module) -> FunctionType:
 
 
 _numbers = itertools.count()
-"""Numbers for the names of code objects. A dictionary treats equal code objects as one key, so each needs its own name."""
+"""Numbers for the names of code objects.
+
+A dictionary treats equal code objects as one key, so each needs its own name.
+"""
 _own_frames: weakref.WeakKeyDictionary[CodeType, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def unguard_calls(module: torch.nn.Module, owner: object) -> None:
-    """Remove the guard that :func:`guard_calls` put around a module's calls for this owner, if there is such a guard."""
+    """Remove the guard that :func:`guard_calls` put around a module's calls for this owner, if there is one."""
     if getattr(module._compiled_call_impl, "__castwise_guard__", None) is owner:
         del module._compiled_call_impl
 
 
 def without_guard(call: Any) -> Any:
-    """Return the compiled call that a module had before :func:`guard_calls`, or None; a call without a guard is returned unchanged."""
+    """Return the compiled call that a module had before :func:`guard_calls`, or None if it had none.
+
+    Args:
+        call: The module's current compiled call. If it has no guard, it is returned unchanged.
+    """
     return getattr(call, "__castwise_before__", None) if hasattr(call, "__castwise_guard__") else call
 
 

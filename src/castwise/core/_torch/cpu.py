@@ -11,7 +11,10 @@ def cpu_has_bf16() -> bool:
 
 
 def cpu_has_tf32() -> bool:
-    """Whether oneDNN computes in TF32 on this CPU. Without the AMX-TF32 instructions, torch's TF32 settings have no effect."""
+    """Whether oneDNN computes in TF32 on this CPU.
+
+    Without the AMX-TF32 instructions, torch's TF32 settings have no effect.
+    """
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             return " amx_tf32" in file.read(16384)

@@ -28,21 +28,25 @@ AUTOCAST_KEYS: dict[str, str] = {
 
 
 def autocast_registrations(device_type: str) -> frozenset[str]:
-    """Return the names of the operators that have their own autocast kernel on a device type, such as ``aten::exp.out``."""
+    """Return the names (such as ``aten::exp.out``) of the operators that have an autocast kernel on a device type."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device_type])
     return frozenset(names)
 
 
 def is_dispatched(op: torch._ops.OpOverload) -> bool:
-    """Whether calls of an operator overload go through the dispatcher. A few, such as ``einsum.sublist``, exist for TorchScript alone."""
+    """Whether calls of an operator overload go through the dispatcher.
+
+    A few, such as ``einsum.sublist``, exist for TorchScript alone.
+    """
     return bool(torch._C._dispatch_has_kernel(op.name()))
 
 
 def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
-    """Return a function that runs ``op`` as ``torch.autocast`` runs it; call it as ``f(keyset, *args, **kwargs)``.
+    """Return a function that runs ``op`` as ``torch.autocast`` runs it.
 
-    For an operator on torch's autocast lists, this is torch's kernel that casts the inputs. For any other operator the
-    autocast key has only a fallthrough, which cannot be called, so the result of :func:`below_autocast_call` is returned.
+    Call the function as ``f(keyset, *args, **kwargs)``. For an operator on torch's autocast lists, the function is
+    torch's kernel that casts the inputs. Any other operator has only a fallthrough on the autocast key, which cannot be
+    called. For such an operator the result of :func:`below_autocast_call` is returned.
     """
     key = AUTOCAST_KEYS[device_type]
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
@@ -54,8 +58,9 @@ def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callabl
 def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
     """Return a function that runs ``op`` without casting, as autocast runs operators that are not on its lists.
 
-    Call the function as ``f(keyset, *args, **kwargs)``. It continues with the dispatch keys below the autocast key.
-    Autocast stays enabled on the thread, so operators that a composite operator calls inside are still autocast.
+    Call the function as ``f(keyset, *args, **kwargs)``. The function continues with the dispatch keys below the
+    autocast key. Autocast stays enabled on the thread, so operators that a composite operator calls inside are still
+    autocast.
     """
     key = AUTOCAST_KEYS[device_type]
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
@@ -93,7 +98,11 @@ def inside_operator() -> bool:
 def register_autocast_kernel(
     op: torch._ops.OpOverload, device_type: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Register ``kernel(keyset, *args, **kwargs)`` as the autocast kernel of ``op``, and return a function that undoes this."""
+    """Register ``kernel(keyset, *args, **kwargs)`` as the autocast kernel of ``op``.
+
+    Returns:
+        A function that undoes the registration.
+    """
     return _register(op, kernel, AUTOCAST_KEYS[device_type])
 
 
@@ -161,7 +170,10 @@ torch/csrc/utils/python_arg_parser.cpp."""
 
 
 def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel for ``op`` that calls ``go_on`` with 0-dim tensors in place of numbers, with the same type promotion."""
+    """Return a kernel for ``op`` that calls the kernel ``go_on`` with 0-dim tensors in place of numbers.
+
+    The result has the dtype that it would have with the numbers.
+    """
     places = _tensors(op)
 
     def front(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +187,10 @@ def _taking_numbers(op: torch._ops.OpOverload, go_on: Callable[..., Any]) -> Cal
 def with_tensors(
     call: Callable[..., torch.Tensor], args: Sequence[Any], places: Sequence[int]
 ) -> torch.Tensor:
-    """Call an elementwise operator with 0-dim tensors in place of the numbers at ``places``, with the same type promotion."""
+    """Call an elementwise operator with 0-dim tensors in place of the numbers at ``places``.
+
+    The result has the dtype that it would have with the numbers.
+    """
     other = next(arg for arg in args if isinstance(arg, torch.Tensor))
     if other.dim() == 0:  # a 0-dim tensor would take part in type promotion as much as this one
         lifted = other.unsqueeze(0)

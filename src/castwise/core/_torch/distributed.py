@@ -16,7 +16,10 @@ from castwise.core._torch.tensors import _set_data
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, sharing its memory. ``to_local()`` would add a node to the autograd graph."""
+    """Return this rank's shard of a DTensor, sharing its memory.
+
+    ``to_local()`` would add a node to the autograd graph.
+    """
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     wait = getattr(local, "wait", None)  # the result of a collective that may still be running
     return local if wait is None or type(local) is torch.Tensor else wait()
@@ -30,9 +33,10 @@ def dispatches_itself(tensor: torch.Tensor) -> bool:
 
 
 def local_box(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets and the sizes of this rank's part of a tensor, which is the whole tensor unless it is a DTensor.
+    """Return the offsets and the sizes of this rank's part of a tensor in the whole tensor.
 
-    torch.distributed.checkpoint reads the same values from DTensors.
+    If the tensor is no DTensor, the part is the whole tensor. torch.distributed.checkpoint reads the same values from
+    DTensors.
     """
     if not hasattr(tensor, "device_mesh"):
         return (0,) * tensor.dim(), tuple(tensor.shape)
@@ -52,7 +56,7 @@ def set_dtensor(parameter: torch.Tensor, values: Any) -> None:
 
 
 def was_dtensor(parameter: torch.Tensor) -> bool:
-    """Whether a parameter was a DTensor that ``DistributedDataParallel(device_mesh=...)`` replaced by its local tensor."""
+    """Whether a parameter was a DTensor before ``DistributedDataParallel(device_mesh=...)`` made it a local tensor."""
     return hasattr(parameter, "_st_info")
 
 
@@ -80,7 +84,7 @@ def is_in_join(ddp: Any) -> bool:
 
 
 def on_join_end(listener: Callable[[Any, int], object]) -> None:
-    """Call ``listener(ddp, rank)`` on every rank when the end of torch's ``Join`` has copied the weights of ``rank`` to it."""
+    """Call ``listener(ddp, rank)`` on every rank at the end of torch's ``Join``, which copies the weights of ``rank`` to all."""
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def sync_final_model(ddp: Any, is_last_joiner: bool) -> None:
@@ -124,8 +128,13 @@ def has_fsdp1(model: torch.nn.Module) -> bool:
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` or ``replicate`` was called on this module itself. ``replicate`` is built on ``fully_shard``."""
-    return hasattr(type(module), "_get_fsdp_state")  # a wrapper may forward its attributes
+    """Whether ``fully_shard`` or ``replicate`` was called on this module itself.
+
+    ``replicate`` is built on ``fully_shard``.
+    """
+    return hasattr(
+        type(module), "_get_fsdp_state"
+    )  # the class is asked, since a wrapper may forward attributes of its instance
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
@@ -143,7 +152,7 @@ def fsdp_shards(model: torch.nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 
 
 def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch.Tensor]) -> torch.nn.Module:
-    """Return a deep copy of a model without the states, hooks and classes that ``fully_shard`` and ``parallelize_module`` add.
+    """Return a deep copy of a model without what ``fully_shard`` and ``parallelize_module`` add: states, hooks and classes.
 
     The classes that ``fully_shard`` creates cannot be copied, and their states hold process groups.
 
@@ -193,12 +202,18 @@ def _is_of_parallelism(hook: Any) -> bool:
 
 
 def _defined_in(function: Any) -> str:
-    """Return the name of the module in which a function was defined. For a wrapped function it is the wrapper's module."""
+    """Return the name of the module in which a function was defined.
+
+    For a wrapped function it is the wrapper's module.
+    """
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def fsdp_knows(model: torch.nn.Module) -> dict[torch.nn.Parameter, torch.dtype]:
-    """Return the dtype that FSDP2 recorded for each sharded parameter when the model first ran; empty before that."""
+    """Map each sharded parameter to the dtype that FSDP2 recorded when the model first ran.
+
+    Before the model has run, the result is empty.
+    """
     params = (param for _, _, group in _fsdp_param_groups(model) for param in group.fsdp_params)
     return {param.sharded_param: param.orig_dtype for param in params if hasattr(param, "orig_dtype")}
 
@@ -239,7 +254,7 @@ def look_again(unit: Any, widen: Callable[[torch.Tensor], bool]) -> None:
     """
     trained = [param for param in unit.fsdp_params if param.sharded_param.requires_grad]
     widened = [param for param in trained if widen(param.sharded_param)]
-    if hasattr(unit, "_orig_dtype"):  # otherwise it has not run
+    if hasattr(unit, "_orig_dtype"):  # otherwise the model has not run yet
         if widened and not unit.is_sharded:
             unit._to_sharded()
         for param in widened:

@@ -58,15 +58,15 @@ def compiled_code_sees(change: Callable[[], None]) -> bool:
 
 _skipped: set[str] = set()
 _newest: dict[tuple[str, ...], tuple[int, str]] = {}
-"""For each ``prefixes`` of :func:`skip_modules`, how many modules were loaded at the last call, and the newest one's name."""
+"""The number of loaded modules and the newest module's name at the last :func:`skip_modules`, by its ``prefixes``."""
 
 
 def skip_modules(prefixes: tuple[str, ...]) -> None:
     """Tell Dynamo never to start a compilation at functions of some modules. Dynamo may still inline these functions.
 
-    If Dynamo gives up compiling a frame, for example after a graph break inside a ``with`` block, the frame runs in plain
-    Python and Dynamo may compile each function that the frame calls. Hooks and context managers that change thread state
-    must then run uncompiled.
+    Dynamo gives up compiling a function after a graph break inside a ``with`` block, for example. The function then
+    runs in plain Python, and Dynamo may compile each function that it calls. Hooks and context managers that change
+    thread state must run uncompiled in that case.
 
     Args:
         prefixes: Names of modules. Their submodules are included. Only loaded modules are treated, so call this function
@@ -102,7 +102,10 @@ def skip_modules(prefixes: tuple[str, ...]) -> None:
 
 
 def graph_function(function: _F) -> _F:
-    """Make Dynamo put calls of ``function`` into its graph without tracing into the function, and never drop such a call."""
+    """Make Dynamo put calls of ``function`` into its graph as they are, without tracing into the function.
+
+    Such a call is never dropped from the graph.
+    """
     torch.fx.node.has_side_effect(function)
     return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return]
 
@@ -143,7 +146,8 @@ def custom_backend_name() -> str:
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
     """Make Dynamo trace the methods of a subclass of ``torch.autocast``, for instances made outside of compiled code.
 
-    By default Dynamo treats instances of a subclass as plain ``torch.autocast`` objects and ignores the subclass's methods.
+    By default Dynamo treats instances of a subclass as plain ``torch.autocast`` objects and ignores the subclass's
+    methods.
 
     Args:
         cls: The subclass.
@@ -221,7 +225,10 @@ class _Loading(MetaPathFinder):
 
 
 def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
-    """Call ``function`` as soon as Dynamo has been imported, or immediately if it has been. It may never be imported."""
+    """Call ``function`` as soon as Dynamo has been imported, which may never happen.
+
+    If Dynamo has already been imported, ``function`` is called immediately.
+    """
     if "torch._dynamo" in sys.modules:
         function()
     else:
@@ -255,10 +262,9 @@ class DynamoTrace:
     def hold(self, restore: Callable[[], None]) -> None:
         """Call ``restore`` when the trace ends, and forbid graph breaks until :meth:`release`.
 
-        It is called after a hook or a context manager has changed thread state. A graph break before the state is
-        restored would lose the changed state at run time. If graph breaks are forbidden, Dynamo instead gives up on
-        this frame and runs it in plain Python, where hooks run uncompiled. It still compiles the frames that this frame
-        calls.
+        This method is called after a hook or a context manager has changed thread state. A graph break before the state
+        is restored would lose the changed state at run time. If graph breaks are forbidden, Dynamo instead gives up on
+        the Python function and runs it uncompiled, with its hooks. The functions that it calls are still compiled.
         """
         output = self._output
 

@@ -71,7 +71,7 @@ class OpenGradScaler(torch.amp.GradScaler):
 
     Both are None before the first use. ``current.allocate(device)`` creates them."""
     _flags: Any
-    """An object whose attribute ``states`` maps an optimizer's ``id`` to its stage and its non-finite flags by device."""
+    """An object whose attribute ``states`` maps an optimizer's ``id`` to its stage and, by device, its non-finite flags."""
     _unscaling: Any
     """An object whose method ``unscale(optimizer, inverse, flag, allow_fp16)`` does what :func:`unscale_grads` does."""
     step_or_skip: Callable[..., Any]

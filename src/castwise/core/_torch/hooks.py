@@ -22,7 +22,7 @@ def before_calls(look: Callable[[torch.nn.Module], object]) -> Callable[[], None
     """
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def see(module: torch.nn.Module) -> None:  # after a graph break it would be compiled
+    def see(module: torch.nn.Module) -> None:  # Dynamo must not compile this after a graph break
         look(module)
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,8 @@ def takes_hooks(module: torch.nn.Module) -> bool:
 def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     """Return the dictionaries in which a module stores its hooks, for reading and writing.
 
-    They are those of forward pre-hooks, forward hooks, post-hooks of ``load_state_dict`` and pre-hooks of ``state_dict``.
+    They are those of forward pre-hooks, forward hooks, post-hooks of ``load_state_dict`` and pre-hooks of
+    ``state_dict``.
     """
     return (
         module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks, module._state_dict_pre_hooks,
@@ -197,8 +198,8 @@ def around_scripting(
 ) -> Callable[[], None]:
     """Make every call ``torch.jit.script(what)`` compile inside the context manager ``around(what)``.
 
-    ``torch.jit.script`` looks up the names that a class uses in the frame of its caller. So it is told that there is one
-    more frame in between.
+    ``torch.jit.script`` looks up the names that a class uses in the frame of its caller. So it is told that there is
+    one more frame in between.
 
     Returns:
         A function that undoes the change.

@@ -18,10 +18,9 @@ def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "ou
     Args:
         overload: An overload such as ``torch.ops.aten.exp.default``.
 
-    Returns:
-        ``functional`` if the overload takes tensors and writes to none of them. ``in_place`` if it writes only to its
-        first argument and its name ends in an underscore. ``out`` if it writes only to keyword-only arguments. ``other``
-        for everything else, such as TorchScript's overloads on numbers.
+    Returns: ``functional`` if the overload takes tensors and writes to none of them. ``in_place`` if it writes only
+    to its first argument and its name ends in an underscore. ``out`` if it writes only to keyword-only arguments.
+    ``other`` for everything else, such as TorchScript's overloads on numbers.
     """
     arguments = overload._schema.arguments
     if not any("Tensor" in str(argument.type) for argument in arguments):
@@ -90,7 +89,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Hide the operators inside a ``with`` block from all dispatch modes, and their saved tensors from saved-tensor hooks."""
+    """Hide the operators inside a ``with`` block from dispatch modes, and their saved tensors from saved-tensor hooks."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())

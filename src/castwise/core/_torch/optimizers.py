@@ -19,16 +19,20 @@ _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
 def treat_as(made: type, kind: type) -> None:
-    """Make optimizers use foreach kernels by default for parameters of class ``made``, if they do for those of class ``kind``.
+    """Make optimizers use foreach kernels by default for parameters of the class ``made``, a subclass of ``kind``.
 
-    torch compares the exact class, so it would update parameters of a subclass one by one, without foreach kernels.
+    This is done only if they use foreach kernels for ``kind``. torch compares the exact class, so it would update
+    parameters of a subclass one by one.
     """
     if kind in _foreach_supported_types and made not in _foreach_supported_types:
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels read a GradScaler's non-finite flag on the device, so that the host need not wait for the flag."""
+    """Whether an optimizer's kernels read the non-finite flag of a GradScaler on the device.
+
+    If they do, the host need not wait for the flag.
+    """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -104,8 +108,8 @@ def after_optimizers(look: Callable[[torch.optim.Optimizer], object]) -> Callabl
 class _Told:
     """Calls listeners before each call of some torch methods, or after each call with ``after=True``.
 
-    A listener gets the object whose method is called. With ``after=True`` it gets the result of the call. torch's methods
-    are restored when the last listener is removed.
+    A listener gets the object whose method is called. With ``after=True`` it gets the result of the call. torch's
+    methods are restored when the last listener is removed.
     """
 
     def __init__(self, *places: tuple[Any, str], after: bool = False) -> None:

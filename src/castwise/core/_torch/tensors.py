@@ -36,7 +36,10 @@ def without_grad(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into the corresponding target and cast it to the target's dtype, in as few kernels as the device allows."""
+    """Copy each source into the corresponding target and cast it to the target's dtype.
+
+    This takes as few kernels as the device allows.
+    """
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -60,9 +63,9 @@ _version_of = operator.attrgetter("_version")
 
 
 def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return autograd's version counter of each tensor, which says how often it was written in place; -1 for None.
+    """Return autograd's version counter of each tensor, which says how often the tensor was written in place.
 
-    The counter misses writes through ``.data`` and writes by torch's fused optimizers.
+    For None the result is -1. The counter misses writes through ``.data`` and writes by torch's fused optimizers.
     """
     try:
         return [*map(_version_of, tensors)]
@@ -94,7 +97,7 @@ class WeakMemory:
         return int(self._writes._version)
 
     def tensor(self) -> torch.Tensor | None:
-        """Return a tensor with the same memory, shape and strides, or None if the memory was freed."""
+        """Return a new tensor with the memory, shape and strides of the referenced tensor, or None if it was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         return None if storage is None else self._writes.new_empty(0).set_(storage, *self._where)
 
@@ -102,8 +105,8 @@ class WeakMemory:
 def counted_alias(data: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares the memory of ``data`` and the version counter of ``counter``.
 
-    So in-place writes to the returned tensor raise the version of ``counter``. No operator is called that a dispatch mode
-    could intercept.
+    So in-place writes to the returned tensor raise the version of ``counter``. No operator is called that a dispatch
+    mode could intercept.
     """
     alias: Any = torch.Tensor._make_subclass(torch.Tensor, counter)
     _set_data(alias, data)
@@ -136,7 +139,7 @@ def never_trace(function: Any, why: str = "castwise's GradScaler runs outside of
 
 
 def safe_softmax(scores: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the softmax of ``scores``, with 0 instead of NaN in rows that hold only ``-inf``, as masked attention needs."""
+    """Return the softmax of ``scores``, with 0 instead of NaN in rows of only ``-inf``, as masked attention needs."""
     return torch._safe_softmax(scores, dim)
 
 
@@ -192,7 +195,10 @@ def outside_modes() -> Iterator[None]:
 
 
 def outside_dispatch_modes(function: Callable[..., _T], *args: Any) -> _T:
-    """Call a function with all modes that intercept operators disabled. Without such a mode, this costs almost nothing."""
+    """Call a function with all modes that intercept operators disabled.
+
+    Without such a mode, this costs almost nothing.
+    """
     if torch._C._len_torch_dispatch_stack() == 0:
         return function(*args)
     with outside_modes():
@@ -223,11 +229,11 @@ def is_tracing() -> bool:
 
 
 def is_stand_in_call() -> bool:
-    """Whether ``torch.jit.trace`` is recording, or ``torch.func.functional_call`` is calling a module with other parameters."""
+    """Whether ``torch.jit.trace`` is recording, or a module is being called by ``torch.func.functional_call``."""
     if is_tracing():
         return True
     frame: FrameType | None = sys._getframe()
-    for _ in range(24):  # between the call and a hook of the module
+    for _ in range(24):  # a hook of the module is at most so many frames above the call
         if frame is None or frame.f_code is _functional_call.__code__:
             return frame is not None
         frame = frame.f_back
@@ -244,8 +250,8 @@ def is_users_function(node: Any) -> bool:
 def dense_values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the stored values of a tensor of any layout as a dense tensor.
 
-    A dense tensor is returned unchanged. Values of sparse and nested tensors are neither copied nor coalesced. A tensor in
-    a oneDNN layout is copied.
+    A dense tensor is returned unchanged. Values of sparse and nested tensors are neither copied nor coalesced. A
+    tensor in a oneDNN layout is copied.
     """
     if is_dense(tensor):
         return tensor

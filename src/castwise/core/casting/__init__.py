@@ -1,9 +1,9 @@
 """Run operators under a precision plan, at the speed of torch's own autocast.
 
-``context`` has the :class:`autocast` block, ``ambient`` casts outside of any block, and ``functions`` has decorators for
-user functions. ``frames`` keeps the precision that is active on a thread, and ``backward`` keeps it while a forward is
-recomputed during backward. ``kernels`` overrides how operators cast. ``tracing`` handles torch.compile. ``trees`` casts
-tensors inside containers.
+``context`` has the :class:`autocast` block, ``ambient`` casts outside of any block, and ``functions`` has decorators
+for user functions. ``frames`` keeps the precision that is active on a thread, and ``backward`` keeps it while a
+forward is recomputed during backward. ``kernels`` overrides how operators cast. ``tracing`` handles torch.compile.
+``trees`` casts tensors inside containers.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class AmbientAutocast:
     to which torch passes the autocast state. These are the threads of DataParallel, and a device's thread in which
     backward recomputes a forward.
 
-    Backward formulas are not cast, whoever calls backward: they run in the dtypes of the forward. Operators are cast in
-    the backward of autograd Functions written in Python, and in recomputed forwards. They are not cast in forked workers
-    of a DataLoader.
+    Backward formulas are not cast, whoever calls backward: they run in the dtypes of the forward. Operators are cast
+    in the backward of autograd Functions written in Python, and in recomputed forwards. They are not cast in forked
+    workers of a DataLoader.
 
     Weights are cast at each use. A library can change this for a while: it enables torch's cache with
     ``torch.set_autocast_cache_enabled`` and calls :meth:`clear_cache` afterwards.

@@ -1,7 +1,7 @@
 """Attention as separate matrix products and a softmax, which the operator rule ``unfused`` uses.
 
-torch's fused attention computes scores, softmax and values in one kernel. It saves memory, and on GPUs also time. On CPUs
-its backward in bf16 can take several times as long as separate products.
+torch's fused attention computes scores, softmax and values in one kernel. It saves memory, and on GPUs also time. On
+CPUs its backward in bf16 can take several times as long as separate products.
 """
 
 from __future__ import annotations

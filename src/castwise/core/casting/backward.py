@@ -1,15 +1,15 @@
 """Find the precision for a part of forward that is recomputed during backward.
 
 Activation checkpointing restores torch's autocast state (enabled, dtype), but not the active
-:class:`~castwise.core.casting.frames.Frame`, which holds castwise's precision settings. So the autograd graph restores the
-frame. :func:`note_backward` adds a pre-hook to the autograd node of a prepared module's output. The pre-hook activates,
-on the thread of backward, the frame in which the module ran. :func:`mark_boundary` adds a node with such a pre-hook at the
-module's inputs and at the loss. Autograd executes the nodes of one thread strictly in reverse order, so nested modules
-are handled too.
+:class:`~castwise.core.casting.frames.Frame`, which holds castwise's precision settings. So the autograd graph
+restores the frame. :func:`note_backward` adds a pre-hook to the autograd node of a prepared module's output. The
+pre-hook activates, on the thread of backward, the frame in which the module ran. :func:`mark_boundary` adds a node
+with such a pre-hook at the module's inputs and at the loss. Autograd executes the nodes of one thread strictly in
+reverse order, so nested modules are handled too.
 
 An autocast block that the user opens has no output at which to add a node. Such a block records the range of sequence
-numbers of the autograd nodes created inside it. A recomputation finds its block by the number of the node that triggered
-the recomputation.
+numbers of the autograd nodes created inside it. A recomputation finds its block by the number of the node that
+triggered the recomputation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _end_backward(task: int) -> None:
 
 
 def _forget_ended() -> None:
-    """Drop the frames that were kept for backward passes which have finished, since they hold objects of a session."""
+    """Drop each :class:`Frame` that was kept for a backward pass which has finished, since it holds objects of a session."""
     entry = thread.state.backward
     while entry is not None and entry.task not in _live_tasks:
         entry = entry.outer
@@ -68,9 +68,9 @@ def _forget_ended() -> None:
 
 
 def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Return a view of ``tensor`` whose autograd node activates ``frame`` when backward reaches it.
+    """Return a view of ``tensor`` whose autograd node activates a :class:`Frame` when backward reaches the node.
 
-    So parts of forward that backward recomputes after reaching this node run in ``frame``.
+    So parts of forward that backward recomputes after reaching this node run in the frame's precision.
 
     Returns:
         A view of the tensor, which may be written in place if the tensor may. Autograd bypasses the view after a write,
@@ -85,10 +85,12 @@ def mark_boundary(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 
 def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
-    """Make the autograd node of ``tensor`` activate ``frame`` when backward reaches it, and return ``tensor`` unchanged.
+    """Make the autograd node of ``tensor`` activate a :class:`Frame` when backward reaches the node.
+
+    The tensor is returned unchanged.
 
     The frame stays active until backward reaches another node of :func:`mark_boundary` or this function. So forward
-    code that is recomputed before that runs in ``frame``, even if it first ran in another frame. If the function is
+    code that is recomputed before that runs in this frame, even if it first ran in another frame. If this function is
     called twice for a node, the first frame is kept, since it was active when the node was created.
     """
     node = tensor.grad_fn if torch.is_grad_enabled() and not _torch.dispatcher.in_transform() else None
@@ -102,7 +104,7 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 
 def left_block() -> Frame | None:
-    """Return the :class:`Frame` of the autocast block in which the currently running autograd node was created, if any."""
+    """Return the :class:`Frame` of the autocast block in which the running autograd node was created, or None."""
     number = _torch.autograd.running_node_number() if left_blocks else None
     if number is None:
         return None

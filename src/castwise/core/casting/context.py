@@ -106,9 +106,9 @@ def _resolve_for_trace(
 ) -> _Resolved:
     """Parse the arguments of :class:`autocast` as :func:`_resolve` does, while Dynamo traces its constructor.
 
-    Dynamo calls this function during tracing and keeps the result as a constant, so the arguments must be constants too.
-    A plan is passed as the result of :func:`_for_trace`. The reason is that Dynamo of torch 2.11 accepts no plan, and
-    Dynamo of torch 2.13 passes a plan that is created while tracing before its fields are set.
+    Dynamo calls this function during tracing and keeps the result as a constant, so the arguments must be constants
+    too. A plan is passed as the result of :func:`_for_trace`. The reason is that Dynamo of torch 2.11 accepts no
+    plan, and Dynamo of torch 2.13 passes a plan that is created while tracing before its fields are set.
     """
     tracing.get_ready_for_compile()
     if isinstance(plan, tuple):
@@ -153,9 +153,9 @@ def _for_trace(plan: Any) -> Any:
 class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
     """Run operators under a precision plan inside a block or a function.
 
-    Every valid call of ``torch.autocast`` is valid here and does the same, through the same kernels, at the same speed.
-    In addition, this class accepts a plan with operator rules, or the name of a preset or format in place of a dtype. One
-    instance may be entered again while it is active, and may be shared between threads. An instance passes
+    Every valid call of ``torch.autocast`` is valid here and does the same, through the same kernels, at the same
+    speed. In addition, this class accepts a plan with operator rules, or the name of a preset or format in place of a
+    dtype. One instance may be entered again while it is active, and may be shared between threads. An instance passes
     ``isinstance`` checks for ``torch.autocast`` and has the attributes of ``torch.autocast``.
 
     Args:
@@ -170,8 +170,8 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             CPU.
 
     Operators outside the block are never affected. The kernels for a plan's operator rules stay registered as long as
-    the instance lives. So create one instance and enter it often. If activation checkpointing recomputes code inside the
-    block, keep the instance until backward has finished.
+    the instance lives. So create one instance and enter it often. If activation checkpointing recomputes code inside
+    the block, keep the instance until backward has finished.
 
     Raises:
         PlanError: The plan, dtype or device type is not allowed.
@@ -221,7 +221,10 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         tracing.trace_context(cls, autocast._is_torchs)
 
     def _is_torchs(self) -> bool:
-        """Whether Dynamo may treat this instance as a plain ``torch.autocast``, since no live plan overrides an operator."""
+        """Whether Dynamo may treat this instance as a plain ``torch.autocast``.
+
+        It may if no live plan overrides how an operator casts.
+        """
         return not kernels.registered(self.device)  # overrides of this instance are registered as well
 
     def __enter__(self) -> Self:

@@ -52,7 +52,7 @@ class Frame:
 
     @property
     def enabled(self) -> bool:
-        """Whether operators are autocast in this frame."""
+        """Whether operators are autocast while this frame is active."""
         return self.dtype is not None
 
 
@@ -78,10 +78,10 @@ class State:
     """The precision state of one thread.
 
     ``frame`` is the active :class:`Frame`, and ``backward`` is the frame of a running backward pass. ``saved`` has an
-    entry for each :func:`push` without its :func:`pop`, which holds the state before the push: the frame, the device type,
-    whether autocast was enabled, its dtype, its cache setting, and the copies of weights. Three more items follow: the
-    owner, whether the pop clears torch's cache, and where the frame was entered. The last is the Python frame that called
-    a hook, or for an autocast block the sequence number of its first autograd node.
+    entry for each :func:`push` without its :func:`pop`, which holds the state before the push: the frame, the device
+    type, whether autocast was enabled, its dtype, its cache setting, and the copies of weights. Three more items
+    follow: the owner, whether the pop clears torch's cache, and where the frame was entered. The last is the Python
+    frame that called a hook, or for an autocast block the sequence number of its first autograd node.
 
     ``weights`` holds cached low-precision copies of weights from the push of a frame with overrides until its pop. At
     other times, such as in a recomputation during backward, it is None, since nothing would drop the copies.
@@ -97,7 +97,10 @@ class State:
 
 
 class _Thread(threading.local):
-    """A thread-local with one attribute, which holds all state. Each access to an attribute of a thread-local takes time."""
+    """A thread-local with one attribute, which holds all state.
+
+    Each access to an attribute of a thread-local takes time.
+    """
 
     def __init__(self) -> None:
         self.state = State()
@@ -106,7 +109,7 @@ class _Thread(threading.local):
 thread = _Thread()
 
 watch_compilations: Callable[[], None] | None = None
-"""A function to call when a frame is activated that torch.compile must distinguish from others.
+"""A function to call when a :class:`Frame` is activated that torch.compile must distinguish from others.
 
 The module ``tracing`` sets it once Dynamo is loaded."""
 
@@ -122,7 +125,9 @@ _clear = torch.clear_autocast_cache
 
 
 def push(frame: Frame, owner: object = None, scope: bool = False, where: int | None = None) -> None:
-    """Make ``frame`` active on this thread until the matching :func:`pop`. If an error is raised, nothing has changed.
+    """Make a :class:`Frame` active on this thread until the matching :func:`pop`.
+
+    This changes torch's autocast state as well. If an error is raised, nothing has changed.
 
     Args:
         frame: The frame to activate.
@@ -178,7 +183,7 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
 
 
 def pop() -> None:
-    """Undo the last :func:`push` on this thread: restore the frame and torch's autocast state from before it."""
+    """Undo the last :func:`push` on this thread, which restores the active :class:`Frame` and torch's autocast state."""
     state = thread.state
     frame = state.frame
     assert frame is not None, "pop without push"
@@ -205,7 +210,10 @@ def pop() -> None:
 
 
 _LEFT = object()
-"""The owner of an entry that was left while other entries were above it on the stack. It is popped together with them."""
+"""The owner of an entry that was left while other entries were above it on the stack.
+
+It is popped together with them.
+"""
 left_blocks: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
 """The autocast blocks with operator overrides that were left.
 
@@ -214,7 +222,7 @@ Only the newest blocks are kept, since a graph that is older than so many blocks
 
 
 def leave(owner: object) -> bool:
-    """Undo the last :func:`push` of ``owner`` on this thread, and drop frames of interrupted forwards above it.
+    """Undo the last :func:`push` of ``owner`` on this thread, and later pushes of forwards that were interrupted.
 
     A frame that was pushed after ``owner`` and belongs to code that still runs stays active. This happens when a
     generator that has entered an autocast block ends.
@@ -251,12 +259,12 @@ def leave(owner: object) -> bool:
 
 
 def leave_interrupted() -> None:
-    """Drop the frames of forwards that were ended by KeyboardInterrupt, SystemExit or a cancelled task.
+    """Undo each :func:`push` of a forward that was ended by KeyboardInterrupt, SystemExit or a cancelled task.
 
-    torch calls forward hooks after an ``Exception``, but not after these three, so such frames were never popped. While a
-    forward runs, the Python frame that called its hook is on the call stack of this function. If that frame is not there,
-    the forward has ended. This function is called wherever an autocast block or the forward of a whole model begins or
-    ends, so a stale frame stays active only until then.
+    torch calls forward hooks after an ``Exception``, but not after these three, so nothing else undoes the push.
+    While a forward runs, the Python frame that called its hook is on the call stack of this function. If that frame
+    is not there, the forward has ended. This function is called wherever an autocast block or the forward of a whole
+    model begins or ends, so the precision settings of an interrupted forward stay active only until then.
     """
     saved = thread.state.saved
     while saved:
@@ -276,7 +284,7 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 
 def push_block(frame: Frame) -> None:
-    """Make ``frame`` active on this thread, for an autocast block that the user opens with ``castwise.autocast``."""
+    """Make a :class:`Frame` active on this thread, for an autocast block that the user opens with ``castwise.autocast``."""
     push(frame, frame, False, _torch.autograd.sequence_number() if frame.overrides else 0)
 
 
@@ -309,22 +317,25 @@ forward."""
 
 
 def depth() -> int:
-    """Return how many frames are on this thread's stack, that is, how many :func:`push` calls have no :func:`pop` yet."""
+    """Return how many :func:`push` calls on this thread have had no :func:`pop` yet."""
     return len(thread.state.saved)
 
 
 def unwind(to: int = 0) -> None:
-    """Pop frames until this thread's stack has ``to`` frames, for example those that an interrupted forward has left."""
+    """Undo :func:`push` calls on this thread until ``to`` of them are left, for example after an interrupted forward."""
     while len(thread.state.saved) > to:
         pop()
 
 
 steps = 0
-"""How often optimizer steps have changed weights, on any thread. A cached copy from before the last step is not used."""
+"""How often optimizer steps have changed weights, on any thread.
+
+A cached copy from before the last step is not used.
+"""
 
 
 def clear_weight_cache(*_: object) -> None:
-    """Drop the low-precision copies of weights that castwise and torch have cached, after a step has changed the weights.
+    """Drop the low-precision copies of weights that castwise and torch have cached, after weights were changed.
 
     castwise's copies are invalid on all threads from then on.
     """

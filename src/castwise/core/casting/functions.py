@@ -53,9 +53,10 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
 
 
 def lower_function(function: _F) -> _F:
-    """Make ``function`` compute in the plan's compute format: its floating inputs are cast, and nothing inside is autocast.
+    """Make ``function`` compute in the plan's compute format under autocast.
 
-    Outside of autocast the function runs unchanged. fp64 inputs are not cast, as everywhere in autocast.
+    Its floating inputs are cast, and nothing inside is autocast. fp64 inputs are not cast, as everywhere in autocast.
+    Outside of autocast the function runs unchanged.
     """
     return _casting(function, lambda device, _: torch.get_autocast_dtype(device))
 
@@ -66,7 +67,10 @@ def fp32_function(function: _F) -> _F:
 
 
 def widest_function(function: _F) -> _F:
-    """Make ``function`` cast its floating inputs to the widest dtype among them under autocast; fp16 with bf16 gives fp32."""
+    """Make ``function`` cast its floating inputs to the widest dtype among them under autocast.
+
+    The widest dtype of fp16 and bf16 is fp32.
+    """
 
     def choose(device: str, values: Any) -> torch.dtype | None:
         return widest_dtype(tensor.dtype for tensor in tensors_in(values) if eligible(tensor, device))
@@ -103,10 +107,10 @@ def _classes_with(forward: Callable[..., Any], base: Any) -> Iterator[Any]:
 
 
 def _record_in_setup_context(forward: Callable[..., Any], note: Callable[[Any], Frame]) -> None:
-    """Make ``setup_context`` of the autograd Functions that use ``forward`` store the active :class:`Frame` in the context.
+    """Make autograd Functions that use ``forward`` store the active :class:`Frame` in the context, in ``setup_context``.
 
-    torch calls ``setup_context`` right after ``forward``, on the same thread and in the same autocast state. So the frame
-    need not be passed from ``forward`` to ``setup_context``.
+    torch calls ``setup_context`` right after ``forward``, on the same thread and in the same autocast state. So the
+    frame need not be passed from ``forward`` to ``setup_context``.
     """
     for cls in _classes_with(forward, torch.autograd.Function):
         original = cls.setup_context

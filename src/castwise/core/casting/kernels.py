@@ -2,12 +2,12 @@
 
 ``torch.autocast`` applies its lists in C++ and offers no way to change a listed operator. An override is a Python
 kernel that is registered for one operator on the autocast key of one device type. The kernel reads the active
-:class:`~castwise.core.casting.frames.Frame` of the thread. If the frame has a rule for the operator, the kernel casts by
-this rule. Otherwise it calls the kernel that was registered before. An override is registered only while a :class:`Lease`
-on it is held, so nothing remains when the last plan that needs it is closed.
+:class:`~castwise.core.casting.frames.Frame` of the thread. If the frame has a rule for the operator, the kernel casts
+by this rule. Otherwise it calls the kernel that was registered before. An override is registered only while a
+:class:`Lease` on it is held, so nothing remains when the last plan that needs it is closed.
 
-An override costs a few microseconds at each call of its operator under autocast. It costs nothing outside of autocast and
-nothing on other operators.
+An override costs a few microseconds at each call of its operator under autocast. It costs nothing outside of autocast
+and nothing on other operators.
 """
 
 from __future__ import annotations
@@ -267,9 +267,9 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
 def _in_front(op: Any, name: str, go_on: Callable[..., Any]) -> Callable[..., Any]:
     """Return the override kernel of an operator for use inside torch.func, which casts once, before any transform.
 
-    The kernel on the autocast key comes too late there. A transform decomposes some operators before autocast runs, such
-    as ``linear`` and the operators that vmap replaces. Its lower levels restore the dispatch keys that were in force
-    around the call.
+    The kernel on the autocast key comes too late there. A transform decomposes some operators before autocast runs,
+    such as ``linear`` and the operators that vmap replaces. Its lower levels restore the dispatch keys that were in
+    force around the call.
     """
     places, numbers = _torch.dispatcher.number_places(op), _torch.dispatcher.NUMBERS
     otherwise = _WHOLE_IN_FRONT.get(name, _parts)
@@ -333,7 +333,10 @@ def _drop(key: _Key) -> None:
 
 
 def _release(held: tuple[_Key, ...], holder: _Holder) -> None:
-    """Unregister the kernels that a holder holds, unless another holder still holds them. May be repeated after an interrupt."""
+    """Unregister the kernels that a holder holds, unless another holder still holds them.
+
+    May be repeated after an interrupt.
+    """
     with _lock:
         for key in held:
             if key in _registered:

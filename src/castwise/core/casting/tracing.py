@@ -1,9 +1,9 @@
 """Make torch.compile respect the active :class:`~castwise.core.casting.frames.Frame`, the precision settings of a plan.
 
 A frame that is entered outside of a compiled function is guarded by Dynamo (``_torch.dynamo.set_guard_code``) and is
-part of the key of the compile caches on disk. A frame that is entered inside a compiled function is a node of the traced
-graph (:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the graph contains their
-casts, and eager and compiled code use one implementation.
+part of the key of the compile caches on disk. A frame that is entered inside a compiled function is a node of the
+traced graph (:func:`graph_push`). In both cases the override kernels run while the graph is traced, so the graph
+contains their casts, and eager and compiled code use one implementation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from castwise.core.casting.frames import Frame
 from castwise.errors import StateError
 
 graph_frames: dict[str, Frame] = {}
-"""The frames to which traced graphs may refer, by key. A frame is added when it is created."""
+"""Maps the key of each :class:`Frame` to the frame, to which traced graphs refer by its key."""
 
 graph_spans: deque[tuple[str, int, int]] = deque(maxlen=256)
 """The autocast blocks that running graphs have entered and left.
@@ -35,7 +35,9 @@ _lock = threading.Lock()
 
 
 def code_for(key: str) -> int:
-    """Return the number by which Dynamo's guard recognises the frame with this key. It is unique in this process.
+    """Return the number by which Dynamo's guard recognises the :class:`Frame` with this key.
+
+    No other key of this process has the same number.
 
     Raises:
         StateError: The process has had more than some 2,700 different sets of overrides. If two shared a number, compiled
@@ -116,7 +118,7 @@ _contexts: list[tuple[type, Callable[[Any], bool]]] = []
 
 
 def trace_context(cls: type, as_torchs: Callable[[Any], bool]) -> None:
-    """Make Dynamo trace the own methods of a subclass of ``torch.autocast``, for instances made outside of compiled code.
+    """Make Dynamo trace the methods of a subclass of ``torch.autocast``, for instances made outside of compiled code.
 
     By default Dynamo treats instances of a subclass as plain ``torch.autocast`` objects.
 

@@ -20,10 +20,10 @@ _LEAVES = (str, bytes, int, float, bool, type)
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Apply ``function`` to every tensor inside ``value`` and return the result, in which all else is unchanged.
 
-    Tuples, named tuples, lists, mappings, dataclasses and packed sequences are traversed, but not sets. Mappings include
-    read-only ones and Hugging Face's ``ModelOutput``. A container is never modified. If a tensor in it changed, a new
-    container of the same type is built, without calling its constructor. A container that occurs twice is rebuilt once,
-    so that cycles and shared parts are preserved.
+    Tuples, named tuples, lists, mappings, dataclasses and packed sequences are traversed, but not sets. Mappings
+    include read-only ones and Hugging Face's ``ModelOutput``. A container is never modified. If a tensor in it
+    changed, a new container of the same type is built, without calling its constructor. A container that occurs twice
+    is rebuilt once, so that cycles and shared parts are preserved.
 
     Args:
         function: Takes a tensor and returns its replacement, or the very same tensor if nothing is to be changed.
@@ -93,7 +93,7 @@ def _map(
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the contents of a container with their indices, keys or field names, or None if ``value`` is no container."""
+    """Return the contents of a container with their indices, keys or field names, or None for any other value."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, Mapping):

@@ -77,7 +77,7 @@ def _optimizer(
 
     The tensors are added to ``tensors``.
     """
-    saved = masters.without_masters(optimizer.state_dict())  # weights are saved in full
+    saved = masters.without_masters(optimizer.state_dict())  # the model's weights are saved in fp32 anyway
     name_of = {
         number: name
         for group, names in zip(saved["param_groups"], groups, strict=True)
@@ -122,7 +122,9 @@ def set_random_states(states: Mapping[str, Tensor]) -> None:
 
 
 def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:
-    """Merge the JSON of all ranks on the first rank, and return it there. The other ranks get an empty dict. A collective.
+    """Merge the JSON of all ranks on the first rank, and return it there.
+
+    The other ranks get an empty dict. All ranks must call this.
 
     Raises:
         CheckpointError: The ranks' optimizers differ in class.

@@ -1,10 +1,10 @@
 """Find complete checkpoints in a folder, and write checkpoints so that they appear only when they are complete.
 
-A checkpoint is written into a hidden folder, which is renamed once everything is on disk. So a folder named ``step-…`` is
-complete unless it is damaged later. Its manifest is written last and lists its files. After a crash, a folder ``runs/a``
-of checkpoints may have other folders too. ``.step-00000123.partial`` was never finished. ``.step-00000123.replaced`` is the
-former checkpoint of a step that was saved again. ``.step-00000123.deleted`` was being deleted. The next save removes them.
-The file ``.lock`` names the process that saves into the folder.
+A checkpoint is written into a hidden folder, which is renamed once everything is on disk. So a folder named
+``step-…`` is complete unless it is damaged later. Its manifest is written last and lists its files. After a crash, a
+folder ``runs/a`` of checkpoints may have other folders too. ``.step-00000123.partial`` was never finished.
+``.step-00000123.replaced`` is the former checkpoint of a step that was saved again. ``.step-00000123.deleted`` was
+being deleted. The next save removes them. The file ``.lock`` names the process that saves into the folder.
 
 While another process saves, a reader may find that a folder has gone or was replaced between two reads. So a skipped
 folder is reported only if it has not changed since (:func:`look`). A save that is still running does not count as
@@ -84,7 +84,7 @@ def look(folder: Path) -> list[tuple[int, Path, tuple[int, int]]]:
     """
     found = []
     for step, path in candidates(folder):
-        with contextlib.suppress(OSError):  # deleted since
+        with contextlib.suppress(OSError):  # the folder was deleted since it was listed
             about = path.stat()
             found.append((step, path, (about.st_ino, 0 if _is_partial(path) else about.st_mtime_ns)))
     return found
@@ -281,7 +281,7 @@ class Draft:
         )
 
     def publish(self, about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write the manifest, then rename the hidden folder to the checkpoint's name, which makes the checkpoint complete.
+        """Write the manifest, then complete the checkpoint by renaming the hidden folder to the checkpoint's name.
 
         Args:
             about: Further fields of the manifest.
@@ -302,7 +302,7 @@ class Draft:
             _writing.discard(self.partial)
 
     def confirm(self) -> None:
-        """Flush the new name of the folder to disk, then delete the former checkpoint of the same step, if there is one."""
+        """Flush the new name of the folder to disk, then delete the former checkpoint of the same step, if any."""
         _sync(self.folder)
         replaced = self._hidden("replaced")
         if replaced.exists():
@@ -311,7 +311,8 @@ class Draft:
     def prune(self, keep: int | None) -> None:
         """Delete complete checkpoints of earlier steps, except the ``keep - 1`` latest of them.
 
-        With None, nothing is deleted. Damaged checkpoints, folders of other programs and checkpoints of later steps stay.
+        With None, nothing is deleted. Damaged checkpoints, folders of other programs and checkpoints of later steps
+        stay.
         """
         if keep is None:
             return

@@ -1,4 +1,4 @@
-"""Find the newest checkpoint and load a checkpoint, also under another plan or layout of ranks than that of the save."""
+"""Find the newest checkpoint, and load a checkpoint under the plan and layout of ranks of the save or under others."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class Loaded:
 def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
     """Find the newest complete checkpoint of a folder. All ranks get the same result.
 
-    If this process is saving a checkpoint, the call waits until the save has ended. If another process saves meanwhile,
-    the result was the newest checkpoint at some moment during the call. A checkpoint that is not finished yet is skipped
-    without a warning.
+    If this process is saving a checkpoint, the call waits until the save has ended. If another process saves
+    meanwhile, the result was the newest checkpoint at some moment during the call. A checkpoint that is not finished
+    yet is skipped without a warning.
 
     Args:
         folder: The ``folder`` given to :func:`save`. It need not exist.
@@ -143,20 +143,21 @@ def load(
     accept: Callable[[Any], None] | None = None,
     process_group: Any = None,
 ) -> Loaded:
-    """Restore a training run: weights, masters, optimizer state, loss scale and random generators.
+    """Restore a training run: weights, fp32 masters, optimizer state, loss scale and random generators.
 
-    All ranks call this function, after ``prepare``. Under the plan and layout of the save, training resumes bit for bit.
-    Under another plan, masters take the full fp32 weights, and the loss scale is kept if both plans have one. Under
-    another layout, each rank reads the parts that it needs.
+    All ranks call this function, after ``prepare``. Under the plan and layout of the save, training resumes bit for
+    bit. Under another plan, masters take the full fp32 weights, and the loss scale is kept if both plans have one.
+    Under another layout, each rank reads the parts that it needs.
 
-    Loading executes no code from the checkpoint, so its source need not be trusted. All ranks check the whole checkpoint
-    before anything is changed. If a module or an optimizer still refuses something, the load is undone on all ranks.
+    Loading executes no code from the checkpoint, so its source need not be trusted. All ranks check the whole
+    checkpoint before anything is changed. If a module or an optimizer still refuses something, the load is undone on
+    all ranks.
 
-    During the load, weights and optimizer state take twice their memory on the device. Copies of the former weights take
-    host memory, as does the state of optimizers with custom loading code.
+    During the load, weights and optimizer state take twice their memory on the device. Copies of the former weights
+    take host memory, as does the state of optimizers with custom loading code.
 
-    Saved options that a torch optimizer does not have are refused. If another version of torch saved them, they are left
-    out.
+    Saved options that a torch optimizer does not have are refused. If another version of torch saved them, they are
+    left out.
 
     Args:
         checkpoint: The result of :func:`newest`, or the path of a checkpoint, which is verified first.

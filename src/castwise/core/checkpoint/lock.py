@@ -108,7 +108,10 @@ def _take(handle: int, *, shared: bool = False, patience_s: float = 0.0) -> None
 
 
 def _same_file(path: Path, handle: int) -> bool:
-    """Whether the open file ``handle`` is still the file at ``path``. The folder may have been deleted and created again."""
+    """Whether the open file ``handle`` is still the file at ``path``.
+
+    The folder may have been deleted and created again.
+    """
     with contextlib.suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(handle))
     return False

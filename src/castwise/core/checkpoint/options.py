@@ -69,7 +69,7 @@ def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -
 
 
 def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
-    """Return the message of the error that creating a torch optimizer with some options raises, or None without error."""
+    """Return the message of the error if a torch optimizer cannot be created with some options, or None if it can."""
     try:
         _made(optimizer, options, torch.zeros(1, 1, device="cpu"))
     except (TypeError, ValueError) as error:

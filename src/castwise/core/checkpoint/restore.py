@@ -71,7 +71,9 @@ class Restore:
     # --- does it fit? -------------------------------------------------------------------------------------
 
     def check(self, ranks: Ranks) -> None:
-        """Check on all ranks that the checkpoint fits the model and the optimizers. A collective, which changes nothing.
+        """Check on all ranks that the checkpoint fits the model and the optimizers.
+
+        All ranks must call this. Nothing is changed.
 
         Raises:
             CheckpointError: Something is missing in the checkpoint or here, or has another shape or another kind of dtype.
@@ -202,7 +204,10 @@ class Restore:
         ]
 
     def _first_name(self, name: str) -> str:
-        """Return the one name that stands for all names of a tied weight. It may be tied now or when it was saved."""
+        """Return the one name that stands for all names of a tied weight.
+
+        Weights tied now or in the checkpoint count.
+        """
         name = self._values.aliases.get(name, name)
         return self._aliases.get(name, name)
 
@@ -304,7 +309,7 @@ class Restore:
             self._before.put_back()
 
     def _state_of(self, index: int, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the saved state of an optimizer in the form that its ``load_state_dict`` takes, by parameter numbers."""
+        """Return the saved state of an optimizer in the form that the optimizer's ``load_state_dict`` takes."""
         was, fetch = self._values.optimizers[index], self._tensors.__getitem__
         state: dict[int, Any] = {}
         groups = []

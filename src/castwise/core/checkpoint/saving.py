@@ -87,9 +87,9 @@ def save(
 ) -> Saving:
     """Save a training run as ``folder/step-00000123``, which appears complete or not at all.
 
-    All ranks call this function, between two steps. Each rank writes its shards. Data that several ranks hold (replicated
-    weights, buffers) is written by the lowest of them. A rank of a pipeline passes the part of the model that it holds. If
-    a step is saved again, the new checkpoint replaces the former one.
+    All ranks call this function, between two steps. Each rank writes its shards. Data that several ranks hold
+    (replicated weights, buffers) is written by the lowest of them. A rank of a pipeline passes the part of the model
+    that it holds. If a step is saved again, the new checkpoint replaces the former one.
 
     Args:
         folder: A folder that only this training uses, on a file system that all ranks see. The first rank's process locks
@@ -172,7 +172,7 @@ def _background() -> ThreadPoolExecutor:
 
 
 def finish(draft: Draft, stage: storage.Stage, about: dict[str, Any], keep: int | None, ranks: Ranks) -> None:
-    """Write the tensors on all ranks, give the checkpoint its name, and delete older checkpoints. A collective.
+    """Write the tensors, give the checkpoint its name, and delete older checkpoints. All ranks must call this.
 
     Raises:
         CheckpointError: The checkpoint could not be written and was removed. Or the checkpoint is complete, but the disk

@@ -1,8 +1,8 @@
 """Write tensors to files as plain bytes, and read them by an index of their positions.
 
-Each rank writes one file, such as ``rank-00000.safetensors``, whose header lets other programs read the weights. castwise
-does not read the header. It reads an index, which gives the position of each piece of a tensor and is stored with the
-values that are not tensors. The index is checked before anything else is read.
+Each rank writes one file, such as ``rank-00000.safetensors``, whose header lets other programs read the weights.
+castwise does not read the header. It reads an index, which gives the position of each piece of a tensor and is stored
+with the values that are not tensors. The index is checked before anything else is read.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Sizes = tuple[int, ...]
 class Piece(NamedTuple):
     """A box of elements of a tensor that is stored in one file.
 
-    ``start`` is the position of its first byte, counted from the end of the file's header. ``offsets`` and ``sizes`` give
-    the box in the tensor.
+    ``start`` is the position of its first byte, counted from the end of the file's header. ``offsets`` and ``sizes``
+    give the box in the tensor.
     """
 
     file: str
@@ -100,7 +100,7 @@ def _held(name: str, tensor: Tensor) -> _Held:
 
 
 def lay_out(tensors: Mapping[str, Tensor], ranks: Ranks) -> Index:
-    """Decide which rank writes which pieces of which tensors, and at which positions. A collective.
+    """Decide which rank writes which pieces of which tensors, and at which positions. All ranks must call this.
 
     A rank writes its shards of DTensors, and its other tensors whole. A piece that several ranks hold is written by the
     lowest of them.
@@ -297,7 +297,7 @@ def _common(offsets: Sizes, sizes: Sizes, piece: Piece) -> list[tuple[int, int]]
 
 
 def read(folder: Path, index: Index, into: Mapping[str, Tensor]) -> None:
-    """Read saved tensors, or this process's shards of them, from files. Not a collective.
+    """Read saved tensors, or this process's shards of them, from files. Each rank may call this on its own.
 
     Args:
         folder: The folder with the files.

@@ -72,7 +72,7 @@ def _check_key(key: Any, name: str) -> None:
 
 
 def check(value: Any, tensors: Mapping[str, Any]) -> None:
-    """Check that untrusted JSON can be a result of :func:`encode`, and refers only to tensors whose names are in ``tensors``.
+    """Check that untrusted JSON can be a result of :func:`encode`, and refers only to tensors in ``tensors``.
 
     Raises:
         ValueError: The check failed. The message says why.

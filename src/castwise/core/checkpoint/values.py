@@ -154,6 +154,6 @@ def _are_numbers(state: Any, required: set[str]) -> bool:
         whole = key.endswith(("tracker", "interval"))
         if type(state[key]) is not int and (whole or type(state[key]) is not float):
             return False
-        if not 0 <= state[key] < 2**63:  # NaN is not equal to itself
+        if not 0 <= state[key] < 2**63:  # NaN fails these comparisons as well
             return False
     return True

@@ -1,13 +1,14 @@
 """Give parameters that are stored in bf16 or fp16 fp32 master weights, in any torch optimizer.
 
 A master is the fp32 copy of a parameter, which the optimizer updates instead of the parameter. ``parameter`` defines
-masters, which share their gradient and attributes with the parameter. ``originals`` keeps the fp32 values of parameters
-without a master. ``attachment`` manages the masters of an optimizer, ``pairs`` keeps masters and model equal, and
-``step_hooks`` has the hooks around each step. ``following``, ``writes`` and ``sample`` find writes to parameters that
-torch's version counters miss. ``sync`` has the hooks before a model is read. ``state`` converts optimizer state.
-``weights`` reads and writes the fp32 weights of a model. ``files`` puts masters into ``optimizer.state_dict()``.
-``averages`` has averages of weights, and ``copies`` finds averages whose updates would be rounded away. ``pickles`` pickles
-models and optimizers without castwise. ``updates`` has the update rules of LAMB and NovoGrad.
+masters, which share their gradient and attributes with the parameter. ``originals`` keeps the fp32 values of
+parameters without a master. ``attachment`` manages the masters of an optimizer, ``pairs`` keeps masters and model
+equal, and ``step_hooks`` has the hooks around each step. ``following``, ``writes`` and ``sample`` find writes to
+parameters that torch's version counters miss. ``sync`` has the hooks before a model is read. ``state`` converts
+optimizer state. ``weights`` reads and writes the fp32 weights of a model. ``files`` puts masters into
+``optimizer.state_dict()``. ``averages`` has averages of weights, and ``copies`` finds averages whose updates would be
+rounded away. ``pickles`` pickles models and optimizers without castwise. ``updates`` has the update rules of LAMB and
+NovoGrad.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def attach(
 ) -> Attachment:
     """Give every trainable parameter of an optimizer that is stored in bf16 or fp16 an fp32 master.
 
-    The lists ``group["params"]`` are rewritten in place to hold the masters, and optimizer state is moved to them. From
-    then on the optimizer's ``step``, whoever calls it, updates the masters and then the model. Parameters stored in fp32
-    stay in the optimizer unchanged. A frozen parameter in bf16 or fp16 gets a master when it is unfrozen.
+    The lists ``group["params"]`` are rewritten in place to hold the masters, and optimizer state is moved to them.
+    From then on the optimizer's ``step``, whoever calls it, updates the masters and then the model. Parameters stored
+    in fp32 stay in the optimizer unchanged. A frozen parameter in bf16 or fp16 gets a master when it is unfrozen.
 
     Args:
         optimizer: Any torch optimizer. Another call with the same optimizer adds the parameters of ``model`` to those that
@@ -102,24 +102,26 @@ def attachment_of(optimizer: Optimizer) -> Attachment | None:
 
 
 class Attachment:
-    """Manages the fp32 masters of one optimizer and keeps them equal to the model's parameters. :func:`attach` creates it.
+    """Manages the fp32 masters of one optimizer and keeps them equal to the model's parameters.
+
+    :func:`attach` creates it.
 
     A write to a master or to its parameter changes both, also outside of ``step``. Writes to masters are copied to the
     model before its next ``forward`` and ``state_dict``. Writes to parameters are copied to the masters before the next
     step. If both were written in between and differ, the master's values are used, with a warning.
 
-    Writes through ``parameter.data`` are noticed as well. Writes by numpy, DLPack or foreign kernels do not raise torch's
-    version counters. They are searched for in a few elements of each parameter before a step. After such a write call
-    :meth:`refresh_from_model`.
+    Writes through ``parameter.data`` are noticed as well. Writes by numpy, DLPack or foreign kernels do not raise
+    torch's version counters. They are searched for in a few elements of each parameter before a step. After such a
+    write call :meth:`refresh_from_model`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Create an attachment without masters. The optimizer is not changed."""
+        """Create an attachment without fp32 masters. The optimizer is not changed."""
         self.covers_all = False
         self._low_gradients = False
         self._optimizer = weakref.ref(optimizer)
         self._models: list[tuple[weakref.ref[nn.Module], Callable[[], None]]] = []
-        """Each model whose parameters get masters, with the function that removes the hooks on the model."""
+        """Each model whose parameters get fp32 masters, with the function that removes the hooks on the model."""
         self._pairs = Pairs(self._optimizer)
         self._steps = 0
         self._frozen: list[nn.Parameter] = []
@@ -164,7 +166,7 @@ class Attachment:
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:
-        """The masters, in the order of the optimizer's parameter groups."""
+        """The fp32 masters, in the order of the optimizer's parameter groups."""
         return tuple(self._pairs.masters)
 
     @property
@@ -175,9 +177,12 @@ class Attachment:
     # --- which parameters have masters ---------------------------------------------------------------------
 
     def extend(self, model: nn.Module | None) -> None:
-        """Add the parameters of a model to those that get masters, or all parameters of the optimizer if ``model`` is None.
+        """Add the parameters of a model to those that get fp32 masters.
 
         Such a parameter gets a master once it is in the optimizer, trainable, and stored in bf16 or fp16.
+
+        Args:
+            model: The model. None adds all parameters of the optimizer.
         """
         if model is None:
             self.covers_all = True
@@ -187,7 +192,7 @@ class Attachment:
         self.scan()
 
     def concerns(self, module: nn.Module) -> bool:
-        """Whether any parameter of a module has a master in this optimizer, or may get one."""
+        """Whether any parameter of a module has an fp32 master in this optimizer, or may get one."""
         known = self._concerned.get(module)
         if known is None:
             own = self._covered().union(map(id, self._pairs.stored))
@@ -204,7 +209,7 @@ class Attachment:
         return {id(parameter) for model in self._alive() for parameter in model.parameters()}
 
     def scan(self) -> None:
-        """Give masters to those parameters in the optimizer's groups that should have one and do not yet.
+        """Give fp32 masters to those parameters in the optimizer's groups that should have one and do not yet.
 
         If an error is raised, nothing has changed.
         """
@@ -267,7 +272,7 @@ class Attachment:
             raise
 
     def detach(self, *, write_back: bool = False) -> None:
-        """Remove the masters and all hooks, and put the model's own parameters back into the optimizer.
+        """Remove the fp32 masters and all hooks, and put the model's own parameters back into the optimizer.
 
         ``grad_dtype`` of the parameters is restored.
 
@@ -292,10 +297,10 @@ class Attachment:
         self._pairs, self._frozen, self._groups = Pairs(self._optimizer), [], []
 
     def leave(self, model: nn.Module | None) -> None:
-        """Stop updating a model through masters, and write the masters' values back to its parameters as fp32.
+        """Stop updating a model through fp32 masters, and write the masters' values back to its parameters as fp32.
 
-        Masters of parameters that other models of this optimizer use stay. All masters stay if :func:`attach` was called
-        without a model. If there is no other model, everything is detached.
+        Masters of parameters that other models of this optimizer use stay. All masters stay if :func:`attach` was
+        called without a model. If there is no other model, everything is detached.
 
         Args:
             model: The model. None stands for models that no longer exist.
@@ -320,10 +325,10 @@ class Attachment:
         self.scan()
 
     def _let_go(self, masters: Sequence[Any], write_back: bool) -> None:
-        """Replace masters in the optimizer by their parameters.
+        """Replace fp32 masters in the optimizer by their parameters.
 
-        If the call is interrupted, it may be repeated: parameters that already have no master are skipped. A master that
-        another optimizer also holds stays in that optimizer, and its state in this optimizer stays fp32.
+        If the call is interrupted, it may be repeated: parameters that already have no master are skipped. A master
+        that another optimizer also holds stays in that optimizer, and its state in this optimizer stays fp32.
         """
         others = {id(m) for other in sync.attachments() if other is not self for m in other.masters}
         for master in masters:
@@ -343,9 +348,9 @@ class Attachment:
     def accept_low_gradients(self) -> None:
         """Allow gradients in the parameters' dtype, for code that cannot write fp32 gradients, such as torch's DDP.
 
-        A gradient is converted to fp32, once and in place, when the optimizer, a scaler or other code first reads it from
-        the master. Until then microbatches accumulate in the low format, as in DDP without masters. This is called when
-        DistributedDataParallel is built on a prepared model.
+        A gradient is converted to fp32, once and in place, when the optimizer, a scaler or other code first reads it
+        from the fp32 master. Until then microbatches accumulate in the low format, as in DDP without masters. This is
+        called when DistributedDataParallel is built on a prepared model.
         """
         self._low_gradients = True
         for parameter in self._pairs.stored:
@@ -363,7 +368,7 @@ class Attachment:
     # --- values ---------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Update the model from masters that were written outside of a step.
+        """Update the model from fp32 masters that were written outside of a step.
 
         Parameters that were unfrozen or added to the optimizer also get their masters, so that their gradients are fp32
         from the next backward pass on. This is called before each ``forward`` of a prepared model. If nothing was
@@ -373,7 +378,7 @@ class Attachment:
         self._pairs.push_written()
 
     def settle(self) -> None:
-        """Copy writes to parameters into masters, and writes to masters into parameters.
+        """Copy writes to parameters into fp32 masters, and writes to masters into parameters.
 
         Writes are detected by version counters, not by comparing values.
         """
@@ -385,10 +390,10 @@ class Attachment:
                 self._loads.join(optimizer, self._pairs.pull)
 
     def join_files(self) -> None:
-        """Give masters the fp32 values that the optimizer has loaded, if these values round to the model's weights.
+        """Give fp32 masters the fp32 values that the optimizer has loaded, if these values round to the model's weights.
 
-        This is called after the model or the optimizer was loaded. If values do not fit the weights, they are kept until
-        the other of the two is loaded, or until the next step.
+        This is called after the model or the optimizer was loaded. If values do not fit the weights, they are kept
+        until the other of the two is loaded, or until the next step.
         """
         optimizer = self._optimizer()
         self._loads.waiting = True
@@ -399,21 +404,23 @@ class Attachment:
                 self._loads.join(optimizer, self._pairs.pull)
 
     def refresh_from_model(self) -> None:
-        """Update the masters from parameters that were changed by hand, even if torch did not count the write.
+        """Update the fp32 masters from parameters that were changed by hand, even if torch did not count the write.
 
-        Where an element of a parameter equals the rounded element of its master, the master keeps its full value. This is
-        so even if the model was cast since. Synchronises with the device.
+        Where an element of a parameter equals the rounded element of its master, the master keeps its full value.
+        This is so even if the model was cast since. Synchronises with the device.
         """
         self._pairs.refresh()
         if self._loads.waiting:
             self.join_files()
 
     def copy_to_model(self) -> None:
-        """Write every master into its parameter, rounded."""
+        """Write every fp32 master into its parameter, rounded."""
         self._pairs.push_all()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the masters by the names of the model's parameters, sharing their memory. Synchronises with the device.
+        """Return the fp32 masters by the names of the model's parameters, sharing their memory.
+
+        Synchronises with the device.
 
         A master whose parameter is in no model is named by its position in the optimizer.
         """
@@ -421,7 +428,7 @@ class Attachment:
         return named_masters(self._pairs.masters, self._pairs.stored, self._alive())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Write the values that :meth:`state_dict` returned into the masters, and then into the model's parameters.
+        """Write the values that :meth:`state_dict` returned into the fp32 masters, and then into the model's parameters.
 
         Raises:
             CheckpointError: The saved masters are not those of this model and optimizer. Nothing was changed.
@@ -431,7 +438,7 @@ class Attachment:
         self.copy_to_model()
 
     def rewrite(self, write: Callable[[Tensor], object], params: Container[Tensor] | None = None) -> None:
-        """Call ``write`` with each master, which it changes in place, then update the model.
+        """Call ``write`` with each fp32 master, which it changes in place, then update the model.
 
         For example, DistributedDataParallel gives all ranks the first rank's *parameters* when it wraps a model. The
         masters must agree as well, or the ranks drift apart: ``attachment.rewrite(lambda t: dist.broadcast(t, 0))``.
@@ -461,7 +468,7 @@ class Attachment:
     # --- hooks ----------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Synchronise masters and model before a step of the optimizer, which calls this as a hook.
+        """Make fp32 masters and model equal before a step of the optimizer, which calls this method as a hook.
 
         Returns:
             None, or the arguments of the step with a closure that first writes the masters' values to the model.
@@ -479,17 +486,26 @@ class Attachment:
         return None if closure is None else _torch.steps.with_closure(args, kwargs, self._wrap(closure))
 
     def after_step(self) -> None:
-        """Write the updated masters into the model after a step of the optimizer, which calls this as a hook."""
+        """Write the updated fp32 masters into the model after a step of the optimizer.
+
+        The optimizer calls this method as a hook.
+        """
         self._pairs.push_updated()
 
     def after_load(self, optimizer: Optimizer) -> None:
-        """Take over the masters in a state dict that the optimizer has loaded. The optimizer calls this as a hook."""
+        """Give the masters the fp32 values in a state dict that the optimizer has loaded.
+
+        The optimizer calls this method as a hook.
+        """
         restride_state(optimizer)
         self._loads.look(optimizer)
         self.join_files()
 
     def after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Add the masters to a state dict that the optimizer has created. The optimizer calls this as a hook."""
+        """Add the fp32 masters to a state dict that the optimizer has created.
+
+        The optimizer calls this method as a hook.
+        """
         with contextlib.suppress(StateError):
             self.settle()
         with_masters(optimizer, state_dict)
@@ -515,10 +531,12 @@ def _put(params: list[Any], group: dict[str, Any]) -> None:
 
 
 def copy_to_model(optimizer: Optimizer) -> None:
-    """Write the masters of an optimizer into the model's parameters, rounded. Does nothing if there are no masters.
+    """Write the fp32 masters of an optimizer into the model's parameters, rounded.
 
-    A step of the optimizer does the same, and so does the next forward of a prepared model after masters were written by
-    hand. Call this function if the parameters are read before that.
+    Does nothing if there are no masters.
+
+    A step of the optimizer does the same, and so does the next forward of a prepared model after masters were written
+    by hand. Call this function if the parameters are read before that.
     """
     attachment = attachment_of(optimizer)
     if attachment is not None:
@@ -526,7 +544,7 @@ def copy_to_model(optimizer: Optimizer) -> None:
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
-    """Update a parameter's master after a write that does not raise torch's version counter, such as one by NumPy.
+    """Update a parameter's fp32 master after a write that does not raise torch's version counter, such as one by NumPy.
 
     Synchronises with the device.
 
@@ -555,7 +573,7 @@ def _follow_all_steps() -> None:
 def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Update the model after a step of an optimizer that a prepared optimizer wraps, as SAM and Lookahead do.
 
-    Fused kernels of the wrapped optimizer do not raise version counters, so its masters are marked as written.
+    Fused kernels of the wrapped optimizer do not raise version counters, so its fp32 masters are marked as written.
     """
     if not sync.live or torch.compiler.is_compiling() or optimizer in _attachments:
         return
@@ -570,7 +588,7 @@ def _after_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class _Reducer:
-    """A replacement of ``optimizer.__reduce_ex__`` that gives copies of the optimizer its masters and hooks.
+    """A replacement of ``optimizer.__reduce_ex__`` that gives copies of the optimizer its fp32 masters and hooks.
 
     Pickles are those of the optimizer's class.
     """
@@ -590,7 +608,7 @@ class _Reducer:
 
 
 def _rebuild_optimizer(kind: type[Optimizer], pairs: Iterable[tuple[Any, Any]] = ()) -> Optimizer:
-    for master, stored in pairs:  # before the state, which has them as keys
+    for master, stored in pairs:  # masters come first, since the optimizer's state has them as keys
         become_master(master, stored)
     optimizer: Optimizer = kind.__new__(kind)
     optimizer.__setstate__({"defaults": {}, "state": {}, "param_groups": []})

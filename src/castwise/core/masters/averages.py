@@ -17,7 +17,7 @@ from castwise.core.masters.weights import in_fp32
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """A ``torch.optim.swa_utils.AveragedModel`` that averages the fp32 masters, so EMA and SWA are correct under every plan.
+    """A ``torch.optim.swa_utils.AveragedModel`` that averages fp32 masters, so EMA and SWA are right under every plan.
 
     Its parameters, its ``state_dict()`` and the arguments of ``avg_fn`` are fp32, whatever format the plan stores the
     model in. They are read from the masters if there are any. When the averaged model is called, it runs under the plan
@@ -60,7 +60,7 @@ class AveragedModel(swa_utils.AveragedModel):
         return functional_call(self.module, stored, args, kwargs)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Update the average with the model's weights, which are read from the masters where there are any.
+        """Update the average with the model's weights, which are read from the fp32 masters where there are any.
 
         Args:
             model: The trained model, of the same architecture.

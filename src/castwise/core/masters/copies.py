@@ -1,11 +1,12 @@
 """Warn about averages of weights (EMA, SWA) that are stored in bf16 or fp16, where rounding drops most updates.
 
-``copy.deepcopy`` of a prepared model and ``clone`` of its parameters make copies in bf16 or fp16 without fp32 masters. Most
-averages of weights start as such a copy (``torch.optim.swa_utils.AveragedModel``, ema_pytorch, torch_ema, diffusers'
-``EMAModel``). torch does not report that their updates are lost. So castwise watches these copies for writes.
+``copy.deepcopy`` of a prepared model and ``clone`` of its parameters make copies in bf16 or fp16 without fp32
+masters. Most averages of weights start as such a copy (``torch.optim.swa_utils.AveragedModel``, ema_pytorch,
+torch_ema, diffusers' ``EMAModel``). torch does not report that their updates are lost. So castwise watches these
+copies for writes.
 
-Other averages start as ``p.detach().clone()`` or as a copy of a ``state_dict``, or are created anew at each step. These are
-searched for among all tensors of the process, at a few steps.
+Other averages start as ``p.detach().clone()`` or as a copy of a ``state_dict``, or are created anew at each step.
+These are searched for among all tensors of the process, at a few steps.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class _Near:
     def is_followed_by(self, values: Tensor, weights: Tensor) -> bool:
         """Whether another tensor is the next value of an average, whose last value was this tensor.
 
-        This tensor must be gone, and the new elements must be between this tensor's elements and the parameter's. A copy
-        of the parameter, current or from the last search, is not an average.
+        This tensor must be gone, and the new elements must be between this tensor's elements and the parameter's. A
+        copy of the parameter, current or from the last search, is not an average.
 
         Args:
             values: Sampled elements of the other tensor.
@@ -94,13 +95,13 @@ class _Near:
 
 
 def watch(copied: Tensor, source: Tensor) -> None:
-    """Watch for writes to a copy that ``copy.deepcopy`` has just made of a parameter with a master."""
+    """Watch for writes to a copy that ``copy.deepcopy`` has just made of a parameter with an fp32 master."""
     if not copied.is_inference():  # an inference tensor cannot be trained, and counts no writes
         _watched[copied] = (TensorWeakRef(source), _torch.tensors.versions([copied])[0])
 
 
 def watch_clone(clone: Tensor, source: Tensor) -> None:
-    """Watch for writes to a clone of a parameter with a master."""
+    """Watch for writes to a clone of a parameter with an fp32 master."""
     if clone.is_inference():
         return
     if len(_clones) > _MANY:
@@ -112,8 +113,8 @@ def watch_clone(clone: Tensor, source: Tensor) -> None:
 def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor], object]) -> None:
     """Search all tensors of the process for possible averages of parameters, and watch for writes to them.
 
-    A possible average has the format of a parameter with a master, is close to it, and has memory of its own. The search
-    takes place only before some steps of an optimizer.
+    A possible average has the format of a parameter with an fp32 master, is close to it, and has memory of its own.
+    The search takes place only before some steps of an optimizer.
 
     Args:
         step: Number of the step that follows.
@@ -197,9 +198,9 @@ def _home(frame: FrameType) -> str:
 
 
 def note_replaced(copied: Tensor) -> None:
-    """Count a replacement of a copy's ``data`` as a write, which torch does not, except for the first replacement.
+    """Count a replacement of a copy's ``data`` as a write to the copy, except for the first replacement.
 
-    The first one may be a move of the copy to a device.
+    torch does not count such a replacement. The first replacement may be a move of the copy to a device.
     """
     if copied in _replaced:
         torch.autograd.graph.increment_version(copied)
@@ -214,9 +215,9 @@ def excuse(parameter: Tensor) -> None:
 def look_at_copies() -> None:
     """Warn once if a watched copy or clone seems to be an average of weights whose updates are rounded away.
 
-    A copy counts as an average if it was written, differs from its parameter, and is not trained with masters. A clone
-    counts as an average if it was written before two calls of this function and is near its parameter. Other uses of
-    clones, such as a saved state or a trial step, do not meet both conditions.
+    A copy counts as an average if it was written, differs from its parameter, and is not trained with fp32 masters. A
+    clone counts as an average if it was written before two calls of this function and is near its parameter. Other
+    uses of clones, such as a saved state or a trial step, do not meet both conditions.
     """
     written = _made_anew[0] if _made_anew else next(_written_copies(), None) if _watched else None
     if written is None and _clones:

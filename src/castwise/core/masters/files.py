@@ -1,13 +1,15 @@
-"""Store fp32 masters in ``optimizer.state_dict()``, so that it holds the full training state with ``model.state_dict()``.
+"""Store fp32 masters in ``optimizer.state_dict()``.
 
-The fp32 values of a parameter are an additional entry of its optimizer state, which torch loads, moves and shards like any
-other entry. An optimizer without castwise accepts additional entries in state that is not empty. But state must stay empty
-if the optimizer has not stepped the parameter. The entry is then stored in the parameter group, by the parameter's
-position.
+Together with ``model.state_dict()`` it then holds the full training state.
 
-Model and optimizer may be loaded in either order, and before ``prepare``. So loaded fp32 values are kept in the optimizer
-until the first step. An element of a master takes the loaded fp32 value if that rounds to the model's value. Otherwise it
-takes the model's value.
+The fp32 values of a parameter are an additional entry of its optimizer state, which torch loads, moves and shards
+like any other entry. An optimizer without castwise accepts additional entries in state that is not empty. But state
+must stay empty if the optimizer has not stepped the parameter. The entry is then stored in the parameter group, by
+the parameter's position.
+
+Model and optimizer may be loaded in either order, and before ``prepare``. So loaded fp32 values are kept in the
+optimizer until the first step. An element of a master takes the loaded fp32 value if that rounds to the model's
+value. Otherwise it takes the model's value.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ _given: Any = WeakTensorKeyDictionary()
 def with_masters(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Add the fp32 values of bf16 and fp16 parameters to a result of ``optimizer.state_dict()``, and return it.
 
-    The values share the memory of masters or originals. fp32 values that were loaded and that no master has taken over
-    yet are already in the result, and stay unchanged.
+    The values share the memory of fp32 masters, or of the original values that are kept for parameters without
+    masters. fp32 values that were loaded and that no master has taken over yet are already in the result, and stay
+    unchanged.
     """
     for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for place, (parameter, number) in enumerate(zip(group["params"], packed["params"], strict=True)):
@@ -72,7 +75,7 @@ def _is_master(parameter: Any) -> bool:
 
 
 def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[str, Any], str]]:
-    """Yield each parameter of an optimizer, its loaded fp32 values or None, and the dict and key that they are stored under."""
+    """Yield each parameter of an optimizer, its loaded fp32 values or None, and the dict and key that hold the values."""
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
             state = optimizer.state.get(parameter) or {}
@@ -81,13 +84,13 @@ def _entries(optimizer: Optimizer) -> Iterator[tuple[Any, Tensor | None, dict[st
 
 
 def forget_loaded(optimizer: Optimizer) -> None:
-    """Remove from an optimizer the fp32 values of parameters that it has loaded from a state dict with masters."""
+    """Remove from an optimizer the fp32 values of parameters that it has loaded from a state dict with fp32 masters."""
     for _, _, where, key in _entries(optimizer):
         where.pop(key, None)
 
 
 class Loads:
-    """Tracks whether an optimizer or its model was loaded since the last step, and gives the loaded values to the masters.
+    """Tracks whether an optimizer or its model was loaded since the last step, and gives fp32 masters the loaded values.
 
     Args:
         optimizer: An optimizer with masters.
@@ -104,7 +107,10 @@ class Loads:
         self.state = id(optimizer.state)
 
     def look(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer was loaded and has not stepped since. It may have been loaded before it was prepared."""
+        """Whether the optimizer was loaded and has not stepped since.
+
+        It may have been loaded before it was prepared.
+        """
         found = any(values is not None for _, values, _, _ in _entries(optimizer))
         if found or id(optimizer.state) != self.state:
             self.waiting = self._optimizers = True
@@ -112,7 +118,7 @@ class Loads:
         return self._optimizers
 
     def join(self, optimizer: Optimizer, pull: Callable[[], None], *, last: bool = False) -> None:
-        """Give masters the loaded fp32 values that round to the model's weights.
+        """Give fp32 masters the loaded fp32 values that round to the model's weights.
 
         Values that do not fit the weights are kept, since the other of model and optimizer may be loaded later.
 
@@ -150,21 +156,22 @@ def note_load(parameter: Tensor, value: Tensor) -> None:
 
 
 def _all_given(optimizer: Optimizer) -> bool:
-    """Whether ``load_state_dict`` of the model gave a value to every parameter of an optimizer that has a master."""
+    """Whether ``model.load_state_dict`` gave a value to every parameter of an optimizer that has an fp32 master."""
     held = (p for group in optimizer.param_groups for p in group["params"])
     return all(parameter.stored in _given for parameter in held if _is_master(parameter))
 
 
 @torch.no_grad()
 def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
-    """Give masters and originals the loaded fp32 values that round to the model's values. Synchronises with the device.
+    """Give fp32 masters the loaded fp32 values that round to the model's values. Synchronises with the device.
 
-    A parameter is skipped if the model itself was loaded with unrounded values, since its master has these already.
+    The original values that are kept for parameters without masters are treated like masters. A parameter is skipped if
+    the model itself was loaded with unrounded values, since its master has these already.
 
     Returns:
-        Four values. The number of parameters with masters. The number of masters and originals for which a loaded value
-        did not round to the model's. The number of masters without a loaded value. And whether all masters without a
-        loaded value hold only values that are exact in the parameter's format.
+        Four values. The number of parameters with masters. The number of parameters for which a loaded value did not round
+        to the model's value. The number of masters without a loaded value. And whether all masters without a loaded value
+        hold only values that are exact in the parameter's format.
     """
     count, other, missing, rounded = 0, 0, 0, True
     for parameter, loaded, _, _ in _entries(optimizer):
@@ -194,7 +201,7 @@ def _merge(optimizer: Optimizer) -> tuple[int, int, int, bool]:
 
 
 def _warn(kind: str, count: int, other: int, missing: int) -> None:
-    """Warn if training does not resume bit for bit, since loaded masters do not fit the model's weights or are missing."""
+    """Warn if loaded fp32 masters do not fit the model's weights or are missing, so training does not resume bit for bit."""
     if other:
         warnings.warn(
             f"{kind}.load_state_dict: the fp32 masters in the loaded state are not those of the model's weights, for {other} of "
@@ -213,7 +220,7 @@ def _warn(kind: str, count: int, other: int, missing: int) -> None:
 
 
 def _rounds_to(values: Tensor, low: Tensor) -> Tensor:
-    """Return, for each element, whether the value rounds to the low value, directly or through another low format first."""
+    """Return, for each element, whether the value rounds to the low value, directly or through another low format."""
     same = torch.zeros_like(low, dtype=torch.bool)
     for way in dict.fromkeys((low.dtype, *LOW_DTYPES)):
         rounded = values.to(way).to(low.dtype)

@@ -1,7 +1,7 @@
 """Patch ``nn.Parameter`` to notice writes through ``data``, which autograd does not count, and copies of parameters.
 
-``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are patched while an optimizer has masters. They return what torch's
-own return. Copies are noticed because they may become averages of weights.
+``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are patched while an optimizer has fp32 masters. They return
+what torch's own return. Copies are noticed because they may become averages of weights.
 """
 
 from __future__ import annotations
@@ -50,9 +50,11 @@ def leave_parameters() -> None:
 
 
 def _data(parameter: Any) -> Tensor:
-    """Return what ``parameter.data`` is while ``nn.Parameter`` is patched: the parameter's memory without autograd history.
+    """Return the parameter's memory without autograd history.
 
-    If the parameter has a master, writes to the result are counted in ``master.data_writes``.
+    This is ``parameter.data`` while ``nn.Parameter`` is patched.
+
+    If the parameter has an fp32 master, writes to the result are counted in ``master.data_writes``.
     """
     if (
         torch.compiler.is_compiling()

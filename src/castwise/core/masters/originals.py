@@ -1,8 +1,9 @@
-"""Keep the original values of parameters that are stored in bf16 or fp16 and have no master.
+"""Keep the original values of parameters that are stored in bf16 or fp16 and have no fp32 master.
 
-Such parameters are frozen, or in no optimizer yet. The original of a parameter is its value from before it was rounded, in
-the wider format that it had. A master that is created later starts from the original, checkpoints save the original, and
-:func:`restore` restores it. Elements of the parameter that were changed since are taken from the parameter.
+Such parameters are frozen, or in no optimizer yet. The original of a parameter is its value from before it was
+rounded, in the wider format that it had. A master that is created later starts from the original, checkpoints save
+the original, and :func:`restore` restores it. Elements of the parameter that were changed since are taken from the
+parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _former: Any = WeakTensorKeyDictionary()
 
 
 class _Original(NamedTuple):
-    """The original values of a parameter, the low format in which it is stored, and its version counter when recorded."""
+    """The original values of a parameter, the format in which it is stored, and its version counter when recorded."""
 
     values: Tensor
     stored: torch.dtype
@@ -46,7 +47,10 @@ def address(tensor: Tensor) -> int:
 
 
 def assign(parameter: Tensor, values: Tensor) -> None:
-    """Set ``parameter.data = values``. With DTensors, torch alone would update the metadata but not the local tensor."""
+    """Set ``parameter.data = values``.
+
+    With DTensors, torch alone would update the metadata but not the local tensor.
+    """
     if hasattr(parameter, "device_mesh"):
         _torch.distributed.set_dtensor(parameter, values)
     else:
@@ -70,7 +74,8 @@ def merge_values(
     """Update full values from the values of a bf16 or fp16 parameter, which may have been changed by hand.
 
     Where an element of the parameter equals the full value rounded, the full value is kept. All other elements are
-    replaced. So if half of a parameter was overwritten, the other half loses no precision. Synchronises with the device.
+    replaced. So if half of a parameter was overwritten, the other half loses no precision. Synchronises with the
+    device.
 
     Args:
         full: The full values in fp32, written to.
@@ -102,15 +107,15 @@ def merge_values(
 def store(parameter: Tensor, dtype: torch.dtype) -> None:
     """Store a parameter in another format in place, and keep its original values. :func:`restore` undoes this.
 
-    The parameter's gradient and ``grad_dtype`` are converted too. The parameter may be a DTensor, but must not have a
-    master. If the new format is neither bf16 nor fp16, no original is kept.
+    The parameter's gradient and ``grad_dtype`` are converted too. The parameter may be a DTensor, but must not have an
+    fp32 master. If the new format is neither bf16 nor fp16, no original is kept.
     """
     former = original_of(parameter)
     if former is None:
         former = parameter.detach()
     values = former.to(dtype)
     if is_low(values) and former.dtype is not dtype:
-        # first, so that an interrupt cannot lose the values
+        # This is recorded first, so that an interrupt cannot lose the values.
         _originals[parameter] = _Original(former.data, dtype, _torch.tensors.version(parameter))
     _replace(parameter, values)
 
@@ -179,8 +184,8 @@ def forget_original(parameter: Tensor) -> None:
 def restore(parameter: Tensor) -> bool:
     """Give a parameter its former format again, with its original values updated by later writes to the parameter.
 
-    The parameter's gradient and ``grad_dtype`` are converted too. The parameter must not have a master. Parameters with
-    masters are restored by ``Attachment.detach(write_back=True)``. Synchronises with the device.
+    The parameter's gradient and ``grad_dtype`` are converted too. The parameter must not have an fp32 master.
+    Parameters with masters are restored by ``Attachment.detach(write_back=True)``. Synchronises with the device.
 
     Returns:
         Whether there were original values to restore.
@@ -211,7 +216,7 @@ def fit_grad(parameter: Tensor, dtype: torch.dtype | None) -> None:
     """
     grad, wanted = parameter.grad, dtype or parameter.dtype
     if grad is not None and grad.dtype is not wanted:
-        parameter.grad_dtype = None  # any, until the gradient has the right one
+        parameter.grad_dtype = None  # allows any dtype, until the gradient has the right one
         parameter.grad = grad.to(wanted)
     if parameter.grad_dtype is not dtype:
         parameter.grad_dtype = dtype

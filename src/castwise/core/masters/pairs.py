@@ -18,7 +18,7 @@ from castwise.core.masters.state import restride_state
 from castwise.errors import StateError
 
 Mark = tuple[int, int, int, int]
-"""Four numbers by which later writes to a parameter or its master are detected, recorded when both were equal.
+"""Four numbers by which later writes to a parameter or its fp32 master are detected, recorded when both were equal.
 
 They are the parameter's version counter, the number of writes through its ``data``, the address of its memory, and the
 master's version counter."""
@@ -26,13 +26,15 @@ _UNKNOWN: Mark = (-1, -1, -1, -1)
 
 
 def mark_of(master: Any) -> Mark:
-    """Return the :data:`Mark` of a master and its parameter at this moment, when both are equal."""
+    """Return the :data:`Mark` of an fp32 master and its parameter at this moment, when both are equal."""
     stored, own = _torch.tensors.versions([master.stored, master])
     return stored, master.data_writes.count, address(master.stored), own
 
 
 class Pairs:
-    """The masters of an optimizer and their parameters, with methods that detect writes to one and copy them to the other.
+    """The fp32 masters of an optimizer and their parameters.
+
+    The methods detect writes to a master or to its parameter, and copy them to the other of the two.
 
     Args:
         optimizer: The optimizer of the masters. Its state is converted if a parameter changes its strides.
@@ -62,7 +64,7 @@ class Pairs:
         )
 
     def marks(self) -> dict[int, Mark]:
-        """Return the :data:`Mark` of each parameter and its master, by the ``id`` of the parameter."""
+        """Return the :data:`Mark` of each parameter and its fp32 master, by the ``id`` of the parameter."""
         return dict(zip(map(id, self.stored), self._marks(), strict=True))
 
     def _marks(self) -> Iterable[Mark]:
@@ -80,7 +82,10 @@ class Pairs:
     # --- before a step or a check ---------------------------------------------------------------------------
 
     def pull(self) -> None:
-        """Copy all writes by hand to parameters or masters to the other of the two, before a step."""
+        """Copy writes by hand to parameters into the fp32 masters, and writes to masters into the parameters.
+
+        This is called before a step. Writes that raised no version counter are not found.
+        """
         now = (
             self._versions(self.stored),
             [writes.count for writes in self._data],
@@ -94,10 +99,10 @@ class Pairs:
                     self._settle(index)
 
     def look(self) -> None:
-        """Search for writes to parameters that raised no version counter, and copy them to the masters.
+        """Search for writes to parameters that raised no version counter, and copy them to the fp32 masters.
 
-        This is called before a step, after :meth:`pull` has copied the writes that raised one. Only a few elements of each
-        parameter are compared.
+        This is called before a step, after :meth:`pull` has copied the writes that raised one. Only a few elements of
+        each parameter are compared.
         """
         if self._sample is None:
             self._sample = Sample(self._targets, self._sources)
@@ -113,7 +118,7 @@ class Pairs:
             self.refresh()
 
     def push_written(self) -> None:
-        """Update the model from masters that were written outside of a step."""
+        """Update the model from fp32 masters that were written outside of a step."""
         versions = self._versions(self.masters)
         if versions != self._updated:
             for index, (now, before) in enumerate(zip(versions, self._updated, strict=True)):
@@ -121,7 +126,10 @@ class Pairs:
                     self._settle(index)
 
     def refresh(self) -> None:
-        """Update the masters from parameters that were changed by hand, even by writes that raised no version counter."""
+        """Update the fp32 masters from parameters that were changed by hand.
+
+        Even writes that raised no version counter are found.
+        """
         for index, (parameter, master) in enumerate(zip(self.stored, self.masters, strict=True)):
             if not _is_cast(master):
                 self._settle(index, look=True)
@@ -132,11 +140,11 @@ class Pairs:
                 self._updated[index] = _torch.tensors.versions([master])[0]
 
     def _ahead(self, index: int) -> bool:
-        """Whether a master was written since it was last equal to its parameter."""
+        """Whether an fp32 master was written since it was last equal to its parameter."""
         return self._updated[index] not in (-1, *_torch.tensors.versions([self.masters[index]]))
 
     def _settle(self, index: int, *, look: bool = False) -> None:
-        """Make one parameter and its master equal.
+        """Make one parameter and its fp32 master equal.
 
         Args:
             index: Position of the parameter and the master.
@@ -193,7 +201,7 @@ class Pairs:
     # --- after a step ---------------------------------------------------------------------------------------
 
     def push_updated(self) -> None:
-        """Write the masters that a step has updated into the model's parameters.
+        """Write the fp32 masters that a step has updated into the model's parameters.
 
         These are the masters with a gradient, since updates by fused kernels raise no version counter.
         """
@@ -208,7 +216,7 @@ class Pairs:
         self._push(due)
 
     def push_all(self) -> None:
-        """Write every master into its parameter, rounded."""
+        """Write every fp32 master into its parameter, rounded."""
         self._targets = [local(parameter) for parameter in self.stored]
         self._sources = [local(master) for master in self.masters]
         self._sample = None
@@ -225,5 +233,5 @@ class Pairs:
 
 
 def _is_cast(master: Any) -> bool:
-    """Whether a parameter's dtype differs from the dtype it had when it got its master, as after ``model.float()``."""
+    """Whether a parameter's dtype has changed since the parameter got its fp32 master, as after ``model.float()``."""
     return master.stored.dtype is not master.former_dtype

@@ -1,10 +1,11 @@
 """Define the fp32 master of a parameter that is stored in bf16 or fp16.
 
-A parameter and its master share one fp32 gradient, which is stored on the parameter. Two attributes make that possible.
-``Tensor.grad_dtype`` of torch lets autograd accumulate fp32 gradients on a parameter stored in bf16 or fp16. ``grad`` of
-the master is a property that reads and writes the parameter's gradient. So code that clears, scales or clips the gradient
-of either changes the gradient that is applied, without a copy and after every reduction between ranks. Attributes that
-users set (``p.use_muon``, ``p.grad_sample``) are stored on the parameter, no matter which of the two they were set on.
+A parameter and its master share one fp32 gradient, which is stored on the parameter. Two attributes make that
+possible. ``Tensor.grad_dtype`` of torch lets autograd accumulate fp32 gradients on a parameter stored in bf16 or
+fp16. ``grad`` of the master is a property that reads and writes the parameter's gradient. So code that clears, scales
+or clips the gradient of either changes the gradient that is applied, without a copy and after every reduction between
+ranks. Attributes that users set (``p.use_muon``, ``p.grad_sample``) are stored on the parameter, no matter which of
+the two they were set on.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ _masters: Any = WeakTensorKeyDictionary()
 class Master:
     """A mixin for the tensors that are fp32 masters of a model's parameter.
 
-    A master has the hash of its parameter and is equal to the parameter. So dictionaries with the model's parameters as
-    keys (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find the master. And if an optimizer has a
-    parameter's master, torch refuses to add the parameter, as a duplicate.
+    A master has the hash of its parameter and is equal to the parameter. So dictionaries with the model's parameters
+    as keys (``optimizer.state[model.weight]``, ``torch.distributed.checkpoint``) find the master. And if an optimizer
+    has a parameter's master, torch refuses to add the parameter, as a duplicate.
     """
 
     stored: nn.Parameter
-    """The model's parameter to which the master belongs, in bf16 or fp16."""
+    """The model's parameter to which the fp32 master belongs, in bf16 or fp16."""
     former_grad_dtype: torch.dtype | None
-    """The parameter's ``grad_dtype`` before it had a master. None means any dtype."""
+    """The parameter's ``grad_dtype`` before it had an fp32 master. None means any dtype."""
     former_dtype: torch.dtype
-    """The parameter's dtype before it had a master."""
+    """The parameter's dtype before it had an fp32 master."""
     data_writes: DataWrites
     """The counter of writes through the parameter's ``data`` (see the module ``following``)."""
 
     @property
     def data(self) -> Tensor:
-        """The master's values without autograd history, sharing its memory.
+        """The fp32 master's values without autograd history, sharing its memory.
 
         Unlike with torch's ``data``, a write to these values counts as a write to the master. SAM and Lookahead write
         weights in this way outside of ``step``, and the model must be updated from the master afterwards.
@@ -74,10 +75,10 @@ class Master:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that parameter and master share, in fp32.
+        """The gradient that parameter and fp32 master share, in fp32.
 
-        If the parameter has a gradient in a lower format, reading this property replaces it on the parameter by its fp32
-        value.
+        If the parameter has a gradient in a lower format, reading this property replaces it on the parameter by its
+        fp32 value.
         """
         grad = self.stored.grad
         if grad is not None:
@@ -103,7 +104,10 @@ class Master:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter requires a gradient. Setting this, as GAN loops do, sets it on the model's parameter."""
+        """Whether the parameter requires a gradient.
+
+        Setting this, as GAN loops do, sets it on the model's parameter.
+        """
         return self.stored.requires_grad
 
     @requires_grad.setter
@@ -111,16 +115,16 @@ class Master:
         self.stored.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Set :attr:`requires_grad` of the parameter, and return the master."""
+        """Set :attr:`requires_grad` of the parameter, and return the fp32 master."""
         self.stored.requires_grad = requires_grad
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """Register a gradient hook on the parameter, because autograd's graph contains the parameter and not the master."""
+        """Register the hook on the model's parameter. Autograd's graph contains the parameter and not this fp32 master."""
         return self.stored.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Register the hook on the parameter, because autograd's graph contains the parameter and not the master."""
+        """Register the hook on the model's parameter. Autograd's graph contains the parameter and not this fp32 master."""
         return self.stored.register_post_accumulate_grad_hook(hook)
 
     # --- attributes: those of a tensor belong to the master, all others to the parameter ----------------------
@@ -170,7 +174,7 @@ class Master:
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the master as an ordinary parameter, which ``torch.load(weights_only=True)`` loads.
+        """Pickle the fp32 master as an ordinary parameter, which ``torch.load(weights_only=True)`` loads.
 
         :func:`become_master` turns the loaded parameter into a master again.
         """
@@ -188,9 +192,10 @@ _OF_COMPILERS = "_dynamo_"
 
 
 def _is_own(master: Any, name: str) -> bool:
-    """Whether an attribute is stored on the master and not on its parameter.
+    """Whether an attribute is stored on the fp32 master and not on its parameter.
 
-    Attributes of tensors are. ``__slots__`` of a subclass of ``nn.Parameter`` are not.
+    Attributes that tensors have are stored on the master. All others, and ``__slots__`` of a subclass of
+    ``nn.Parameter``, are stored on the parameter.
     """
     if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
         return True
@@ -204,12 +209,12 @@ def _is_own(master: Any, name: str) -> bool:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether a class of parameters is a subclass of ``nn.Parameter``, and not of a tensor that wraps others, such as DTensor."""
+    """Whether a class is a subclass of ``nn.Parameter``. Classes that wrap other tensors, such as DTensor, are not."""
     return issubclass(kind, nn.Parameter)
 
 
 def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
-    """Create the fp32 master of a parameter and put it into use.
+    """Create the fp32 master of a parameter and start to use it.
 
     The parameter's gradients are fp32 from then on, and its original values are discarded (see
     :func:`castwise.masters.original_of`).
@@ -225,7 +230,10 @@ def make_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parame
 
 
 def adopt(master: Any) -> None:
-    """Put a master into use for its parameter, whose gradients are fp32 from then on. :func:`release` undoes this."""
+    """Start to use an fp32 master for its parameter, whose gradients are fp32 from then on.
+
+    :func:`release` undoes this.
+    """
     if master_of(master.stored) is not master:
         _masters[master.stored] = TensorWeakRef(master)
         fit_grad(master.stored, torch.float32)
@@ -233,7 +241,9 @@ def adopt(master: Any) -> None:
 
 
 def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Parameter:
-    """Return the current master of a parameter, or create a master that :func:`adopt` can put into use.
+    """Return the current fp32 master of a parameter, or create a master without using it yet.
+
+    :func:`adopt` starts to use the new master.
 
     Args:
         stored: The parameter, in bf16 or fp16.
@@ -265,7 +275,7 @@ def new_master(stored: nn.Parameter, values: Tensor | None = None) -> nn.Paramet
 
 
 def become_master(parameter: nn.Parameter, stored: nn.Parameter) -> None:
-    """Turn a parameter that was unpickled, and that was a master before it was pickled, into a master again, in place."""
+    """Turn a parameter into an fp32 master again, in place, if it was a master before it was pickled and unpickled."""
     if not isinstance(parameter, Master):
         adopt(_as_master_of(stored, parameter))
 
@@ -289,7 +299,7 @@ def _as_master_of(stored: nn.Parameter, values: Any) -> nn.Parameter:
 
 
 class _DifferentiatedByStored:
-    """A mixin for masters whose gradient has a graph, as ``backward(create_graph=True)`` creates it.
+    """A mixin for fp32 masters whose gradient has a graph, as ``backward(create_graph=True)`` creates it.
 
     ``torch.autograd.grad`` with respect to such a master differentiates with respect to its parameter. Second-order
     optimizers (AdaHessian) hold the master and differentiate with respect to it, but the graph contains the parameter.
@@ -321,12 +331,12 @@ def master_of(parameter: Tensor) -> nn.Parameter | None:
 
 
 def model_param_of(parameter: Tensor) -> Tensor:
-    """Return the model's parameter to which a master belongs. Any other parameter is returned unchanged."""
+    """Return the model's parameter to which an fp32 master belongs. Any other parameter is returned unchanged."""
     return parameter.stored if isinstance(parameter, Master) else parameter
 
 
 def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
-    """Take a master out of use. The parameter's gradient and ``grad_dtype`` become those of plain torch.
+    """Stop using an fp32 master for its parameter, whose gradient and ``grad_dtype`` become those of plain torch.
 
     Args:
         master: A master that :func:`make_master` returned.
@@ -335,7 +345,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
             values and its original values stay as they are.
 
     Returns:
-        The parameter. It is unchanged if the master was already taken out of use for another optimizer.
+        The parameter. It is unchanged if the master was already released for another optimizer.
     """
     parameter: nn.Parameter = master.stored
     current: Any = master_of(parameter)
@@ -358,7 +368,10 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
 
 
 def allow_low_grad(parameter: nn.Parameter) -> None:
-    """Allow a parameter with a master to get gradients in its own dtype. Reading ``master.grad`` converts them to fp32."""
+    """Allow a parameter with an fp32 master to get gradients in its own dtype.
+
+    Reading ``master.grad`` converts them to fp32.
+    """
     parameter.grad_dtype = None
 
 

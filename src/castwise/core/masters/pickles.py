@@ -2,7 +2,7 @@
 
 Such a pickle loads where castwise is not installed. It also loads by ``torch.load(weights_only=True)`` if the model's
 classes are allowed. castwise's hooks are left out. Tensors are in the formats that they had without the plan, with the
-values of their masters. An optimizer in the same pickle refers to the same parameters as the model.
+values of their fp32 masters. An optimizer in the same pickle refers to the same parameters as the model.
 
 ``copy.deepcopy`` does keep the hooks that cast at the borders of modules, since averages of weights are made by it.
 """
@@ -52,8 +52,8 @@ They are referenced weakly, so they exist only as long as the pickle that is bei
 def make_pickles_plain() -> None:
     """Make all models and optimizers of the process pickle without castwise's objects.
 
-    This is never undone, since copies of prepared models may outlive their session. Objects without additions by castwise
-    pickle as before, by the method of their class.
+    This is never undone, since copies of prepared models may outlive their session. Objects without additions by
+    castwise pickle as before, by the method of their class.
     """
     for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
         _torch.hooks.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))
@@ -62,9 +62,9 @@ def make_pickles_plain() -> None:
 
 
 def _plain_call(call: Any, function: Any) -> Any:
-    """Reduce a method or a ``functools.partial`` for a pickle, to None if its object is an :class:`OfThisProcess`.
+    """Return what ``__reduce__`` should return for a method or a ``functools.partial``.
 
-    Other calls are reduced as usual, and so are all calls in a copy.
+    In a pickle, a method of an :class:`OfThisProcess` object becomes None. Anything else is pickled and copied as usual.
 
     Args:
         call: The method or the partial.
@@ -77,7 +77,7 @@ def _plain_call(call: Any, function: Any) -> Any:
 
 def _around(kind: Any, plain: Callable[[Any, Any], Any], _: Callable[..., Any]) -> Callable[..., Any]:
     def of(thing: Any, part: Any) -> Any:
-        if type(part) is tuple:  # arguments, attributes among them, or attributes beside slots
+        if type(part) is tuple:  # arguments, which may contain attributes, or a pair of attributes and slots
             return tuple(plain(thing, each) if isinstance(each, dict) else each for each in part)
         return plain(thing, part) if isinstance(part, dict) else part
 
@@ -152,7 +152,7 @@ def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
                 changed[name] = _with(tensors, others)
     call = state.get(
         "_compiled_call_impl"
-    )  # a class with its own method of pickling: torch's method leaves it out
+    )  # torch's method of pickling leaves this out, but a class may have its own method
     if (before := _torch.calls.without_guard(call)) is not call:
         changed["_compiled_call_impl"] = before
     methods = [name for name, value in state.items() if isinstance(value, Method)]
@@ -160,7 +160,7 @@ def _plain_module(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(tensor: Any) -> Any:
-    """Return a model's tensor in the dtype that it had without the plan, with the values of its master or original.
+    """Return a model's tensor in the dtype that it had before the plan changed it, with its fp32 values.
 
     A tensor whose dtype the plan did not change is returned unchanged.
     """

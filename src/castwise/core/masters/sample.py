@@ -1,4 +1,4 @@
-"""Compare a few elements of every parameter with its master, to detect writes that raise no version counter of torch.
+"""Compare a few elements of every parameter with its fp32 master, to detect writes that torch does not count.
 
 Such writes come from numpy, DLPack, or kernels of other libraries. A write to a whole parameter is detected at the next
 comparison. A write to a part of a parameter is detected when the compared elements are in that part.
@@ -19,7 +19,7 @@ READ = 64
 
 
 class Sample:
-    """Compares a few elements of parameters with those of their masters.
+    """Compares a few elements of parameters with those of their fp32 masters.
 
     Args:
         targets: Values of the parameters, detached.
@@ -44,7 +44,7 @@ class Sample:
         self._seen: dict[torch.device, Tensor] = {}
 
     def differs(self) -> bool:
-        """Whether any compared element of a parameter differs from the rounded element of its master.
+        """Whether any compared element of a parameter differs from the rounded element of its fp32 master.
 
         On a CPU the result is immediate. On an accelerator, only every :data:`READ`-th call waits for the device and
         reports the differences that all calls since the last such call have found. The other calls do not report them.
@@ -86,4 +86,4 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _differ(low: Tensor, rounded: Tensor) -> Tensor:
-    return ((low != rounded) & (low == low)).any()  # a NaN came from a step
+    return ((low != rounded) & (low == low)).any()  # NaN does not count, since it came from a step

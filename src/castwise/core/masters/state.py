@@ -19,9 +19,9 @@ from castwise.core.masters.originals import is_low
 def move_state(optimizer: Optimizer, targets: Mapping[Tensor, nn.Parameter], *, fit: bool = True) -> None:
     """Move optimizer state from parameters to other parameters, and convert it to the form that these would have.
 
-    State with the shape of the other parameter takes its dtype, device and strides. bf16 and fp16 state of any other shape
-    (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays unchanged. After an interrupt, each
-    state belongs to one of the two parameters, and repeating the call completes the move.
+    State with the shape of the other parameter takes its dtype, device and strides. bf16 and fp16 state of any other
+    shape (Adafactor's rows and columns, LBFGS's flat history) takes its dtype. ``step`` stays unchanged. After an
+    interrupt, each state belongs to one of the two parameters, and repeating the call completes the move.
 
     Args:
         optimizer: The optimizer whose state is written to.
@@ -64,7 +64,7 @@ def restride_state(optimizer: Optimizer) -> None:
                     continue
                 if not _torch.tensors.is_dense(
                     value
-                ):  # SGD's momentum starts as a copy of the gradient; it has no strides
+                ):  # a sparse tensor has no strides; SGD's momentum, a copy of the gradient, may be sparse
                     continue
                 if value.stride() != parameter.stride() or value.device != parameter.device:
                     state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(

@@ -14,11 +14,14 @@ from castwise.core import _torch
 from castwise.errors import StateError
 
 live: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Every :class:`Attachment` that manages masters, by its ``id``. Attachments add and remove themselves, from any thread."""
+"""Every :class:`Attachment` that manages fp32 masters, by its ``id``.
+
+Attachments add and remove themselves, from any thread.
+"""
 
 
 def attachments(model: nn.Module | None = None) -> Iterator[Any]:
-    """Yield the live :class:`Attachment` objects that manage masters of a model's parameters, or all with None.
+    """Yield the live :class:`Attachment` objects that manage fp32 masters of a model's parameters, or all with None.
 
     Those that only concern other models are left out, since another thread may be using them, or they may be broken.
     """
@@ -31,19 +34,22 @@ def attachments(model: nn.Module | None = None) -> Iterator[Any]:
 
 
 def sync(model: nn.Module) -> None:
-    """Update a model from masters that were written outside of a step. This costs little if there are no masters."""
+    """Update a model from fp32 masters that were written outside of a step.
+
+    This costs little if there are no masters.
+    """
     for attachment in attachments(model):
         attachment.sync()
 
 
 def settle(model: nn.Module) -> None:
-    """Copy writes to a model's parameters into their masters, and writes to masters into the parameters."""
+    """Copy writes to a model's parameters into their fp32 masters, and writes to masters into the parameters."""
     for attachment in attachments(model):
         attachment.settle()
 
 
 def refresh(model: nn.Module) -> None:
-    """Update masters from all writes to a model's parameters, even those that raised no version counter.
+    """Update fp32 masters from all writes to a model's parameters, even those that raised no version counter.
 
     Values are compared, so the host waits for the device.
     """
@@ -52,19 +58,19 @@ def refresh(model: nn.Module) -> None:
 
 
 def join_files(model: nn.Module, *_: Any) -> None:
-    """Give masters the fp32 values that the optimizers of a model have loaded, if they match the model's weights.
+    """Give fp32 masters the fp32 values that the optimizers of a model have loaded, if they match the model's weights.
 
-    A post-hook of the model's ``load_state_dict``, after which they may match.
+    This is a post-hook of the model's ``load_state_dict``, after which they may match.
     """
     for attachment in attachments(model):
         attachment.join_files()
 
 
 def sync_first(module: nn.Module, *_: Any) -> None:
-    """Update a model from its masters. A hook before the model's ``forward`` and ``state_dict``.
+    """Update a model from its fp32 masters. This is a hook before the model's ``forward`` and ``state_dict``.
 
-    The hook has no state, so models can still be pickled and copied. torch.compile removes the hook from the code that it
-    traces. So the update is also made before each call of the compiled code.
+    The hook has no state, so models can still be pickled and copied. torch.compile removes the hook from the code
+    that it traces. So the update is also made before each call of the compiled code.
     """
     if not is_compiling():
         sync(module)
@@ -73,7 +79,7 @@ def sync_first(module: nn.Module, *_: Any) -> None:
 
 
 class _Compiled:
-    """A function to call before compiled code runs a model, which updates the model from its masters."""
+    """A function to call before compiled code runs a model, which updates the model from its fp32 masters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -88,7 +94,9 @@ class _Compiled:
 
 
 def _sync_compiled(address: int) -> bool:
-    """Update a model now and before each later call of the code that is being compiled. Dynamo calls this while tracing.
+    """Update a model now and before each later call of the code that is being compiled.
+
+    Dynamo calls this while tracing.
 
     Args:
         address: The ``id`` of the model, because Dynamo of torch 2.11 passes numbers but no modules.

@@ -1,4 +1,4 @@
-"""Read and write the fp32 weights of a model whose parameters have masters."""
+"""Read and write the fp32 weights of a model whose parameters have fp32 masters."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
             all their keys.
         prefix: Text in front of every key.
 
-    Returns:
-        For a parameter with a master, the master, sharing its memory as in ``state_dict``. For a parameter whose original
-        values were kept, these. For any other bf16 or fp16 tensor, an fp32 copy. Everything else is unchanged.
+    Returns: For a parameter with an fp32 master, the master, sharing its memory as in ``state_dict``. For a parameter
+    whose original values were kept, these. For any other bf16 or fp16 tensor, an fp32 copy. Everything else is
+    unchanged.
     """
     sync(model)
     refresh(model)
@@ -51,9 +51,8 @@ def fp32_state_dict(model: nn.Module, prefix: str = "") -> dict[str, Any]:
 def in_fp32(value: Tensor) -> Tensor:
     """Return the fp32 values of a parameter or buffer of a model, detached.
 
-    Returns:
-        The parameter's master if there is one, sharing its memory. Otherwise, the parameter's original values if they were
-        kept. Otherwise, an fp32 copy of a bf16 or fp16 tensor, or any other tensor unchanged.
+    Returns: The parameter's fp32 master if there is one, sharing its memory. Otherwise, the parameter's original
+    values if they were kept. Otherwise, an fp32 copy of a bf16 or fp16 tensor, or any other tensor unchanged.
     """
     master = master_of(value)
     if master is not None:
@@ -66,10 +65,10 @@ def in_fp32(value: Tensor) -> Tensor:
 def named_masters(
     masters: Sequence[nn.Parameter], stored: Sequence[nn.Parameter], models: Iterable[nn.Module]
 ) -> dict[str, Tensor]:
-    """Return masters by names that are the same in every process, detached and sharing their memory.
+    """Return fp32 masters by names that are the same in every process, detached and sharing their memory.
 
-    The master of a parameter of one of the models has the parameter's name in that model. Any other master is named by its
-    position.
+    The master of a parameter of one of the models has the parameter's name in that model. Any other master is named
+    by its position.
 
     Args:
         masters: The masters.
@@ -90,7 +89,7 @@ def named_masters(
 
 @torch.no_grad()
 def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Write saved values into masters.
+    """Write saved values into fp32 masters.
 
     Args:
         into: The masters by name, from :func:`named_masters`.
@@ -113,7 +112,7 @@ def write_masters(into: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
 
 
 class LoadIntoMasters:
-    """A pre-hook of ``load_state_dict`` that writes the unrounded values of a state dict into the masters of a module.
+    """A pre-hook of a module's ``load_state_dict`` that writes the unrounded loaded values into the fp32 masters.
 
     For parameters without masters, it writes to their original values if these were kept. A value in the parameter's
     format does not replace an fp32 value that rounds to it. So ``model.load_state_dict(model.state_dict())`` changes
@@ -152,7 +151,7 @@ class LoadIntoMasters:
         local_metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        """Write the entries of ``state_dict`` for the parameters directly in ``module`` into their masters."""
+        """Write the entries of ``state_dict`` for the parameters directly in ``module`` into their fp32 masters."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state_dict.get(prefix + name)
             excuse(parameter)
@@ -176,7 +175,9 @@ class LoadIntoMasters:
 
 
 def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
-    """Install the hooks that synchronise a model with its masters before ``forward`` and ``state_dict``, and at loading.
+    """Install the hooks that synchronise a model with its fp32 masters before ``forward`` and ``state_dict``.
+
+    Another hook writes the unrounded values of loaded state dicts into the masters.
 
     ScriptModules in the model do not support such hooks and are skipped.
 

@@ -20,8 +20,8 @@ _lock = threading.Lock()
 class DataWrites:
     """Counts the writes through all tensors that were returned as ``parameter.data`` of one parameter.
 
-    Each returned tensor has a version counter of its own, as in torch. With a shared counter, a write through one tensor
-    would make a backward pass fail that has saved another.
+    Each returned tensor has a version counter of its own, as in torch. With a shared counter, a write through one
+    tensor would make a backward pass fail that has saved another.
     """
 
     def __init__(self) -> None:
