@@ -23,7 +23,7 @@ def guard_calls(
     unwind: Callable[[int], None],
     mode: str | None = None,
 ) -> None:
-    """Make the calls of a module restore a state of this thread if they end with any exception, by a guard around the calls.
+    """Put a guard around the calls of a module. If a call ends with any exception, it restores a state of the thread.
 
     The guard is needed because torch runs forward hooks after an ``Exception``, but not after KeyboardInterrupt,
     SystemExit or CancelledError. With a ``mode``, the guard also compiles the module's calls.
@@ -94,16 +94,19 @@ def unguard_calls(module: torch.nn.Module, owner: object) -> None:
 
 
 def without_guard(call: Any) -> Any:
-    """Return the compiled call that a module had before :func:`guard_calls`, or None if it had none.
+    """Return the ``_compiled_call_impl`` that a module had before :func:`guard_calls`, or None if it had none.
 
     Args:
-        call: The module's current compiled call. If it has no guard, it is returned unchanged.
+        call: The module's current ``_compiled_call_impl``. If it is no guard, it is returned unchanged.
     """
     return getattr(call, "__castwise_before__", None) if hasattr(call, "__castwise_guard__") else call
 
 
 def leave_uncompiled(module: torch.nn.Module, owner: object) -> None:
-    """Put back the call that a module had before this owner's :func:`guard_calls`, if that call was a compiled one."""
+    """Undo the compiling of a module's calls by this owner's last :func:`guard_calls`, if it compiled them.
+
+    The owner's earlier guard, which does not compile, is put back.
+    """
     call = module._compiled_call_impl
     if getattr(call, "__castwise_guard__", None) is owner and call.__castwise_before__ is not None:  # type: ignore[union-attr]
         module._compiled_call_impl = call.__castwise_before__  # type: ignore[union-attr]

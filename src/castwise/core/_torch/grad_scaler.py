@@ -20,8 +20,8 @@ def _kind(grads: list[torch.Tensor]) -> tuple[str, torch.dtype]:
 def check_and_unscale(grads: list[torch.Tensor], flag: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply gradients in place by a factor, and set a flag to 1 if any gradient is not finite.
 
-    torch's kernel is used if there is one. CUDA has none for bf16 (seen in torch 2.11). In that case the gradients are
-    finite if the largest magnitude of each gradient is finite, which is NaN if any element is NaN.
+    torch's kernel is used if there is one. CUDA has none for bf16 (seen in torch 2.11). In that case the
+    largest magnitude of each gradient is checked, which is NaN if any element is NaN.
 
     Args:
         grads: At least one gradient. All must be on one device and, except on a CPU, of one dtype.
@@ -62,7 +62,7 @@ def unscale_grads(
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` whose private state is read from public attributes, which a subclass must provide."""
+    """A ``torch.amp.GradScaler`` whose state a subclass keeps in the attributes below, instead of where torch keeps it."""
 
     works: bool
     """Whether the scaler is enabled and its device available. Otherwise it scales nothing and skips no step."""

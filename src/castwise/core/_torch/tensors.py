@@ -97,7 +97,7 @@ class WeakMemory:
         return int(self._writes._version)
 
     def tensor(self) -> torch.Tensor | None:
-        """Return a new tensor with the memory, shape and strides of the referenced tensor, or None if it was freed."""
+        """Return a new tensor with the referenced memory and its shape and strides, or None if the memory was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         return None if storage is None else self._writes.new_empty(0).set_(storage, *self._where)
 
@@ -233,7 +233,7 @@ def is_stand_in_call() -> bool:
     if is_tracing():
         return True
     frame: FrameType | None = sys._getframe()
-    for _ in range(24):  # a hook of the module is at most so many frames above the call
+    for _ in range(24):  # at most so many Python frames are between functional_call and a hook of the module
         if frame is None or frame.f_code is _functional_call.__code__:
             return frame is not None
         frame = frame.f_back

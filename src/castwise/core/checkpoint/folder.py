@@ -106,7 +106,7 @@ def _raw_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | str:
-    """Return the manifest of a checkpoint, or the reason why the checkpoint is not valid as a string."""
+    """Return the manifest of a checkpoint, or a string that says why the checkpoint is not valid."""
     if _is_partial(path):
         return "is being saved" if is_being_saved(path) else "was never finished: the save was interrupted"
     try:

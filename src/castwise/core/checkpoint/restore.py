@@ -204,9 +204,9 @@ class Restore:
         ]
 
     def _first_name(self, name: str) -> str:
-        """Return the one name that stands for all names of a tied weight.
+        """Return the first name of a tied weight, whichever of its names is given. Any other name is returned unchanged.
 
-        Weights tied now or in the checkpoint count.
+        The weight may be tied in the model or only in the checkpoint.
         """
         name = self._values.aliases.get(name, name)
         return self._aliases.get(name, name)
@@ -355,7 +355,7 @@ def _keep_counters(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]])
 
 
 def _as_cut(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor if the parameter was sharded by hand, that is, is no DTensor itself.
+    """Return this rank's part of a DTensor if its parameter was sharded by hand, so that the parameter is no DTensor.
 
     Any other value is returned unchanged.
     """

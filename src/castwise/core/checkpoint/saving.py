@@ -66,7 +66,7 @@ _last: Saving | None = None
 
 
 def settle() -> None:
-    """Wait until a save in the background has ended, and warn if it has failed and nobody was told."""
+    """Wait until a save in the background has ended, and warn if it has failed and the failure was not reported yet."""
     error = None if _last is None else _last._future.exception()
     if _last is not None and error is not None and not _last._seen:
         _last._seen = True

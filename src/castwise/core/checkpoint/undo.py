@@ -20,8 +20,8 @@ from castwise.core.session import Amp
 class Before:
     """A record of the state of a model, its optimizers, its session and the random generators, made by the constructor.
 
-    Weights, their fp32 masters, and the fp32 originals of weights without masters are copied to host memory. For an
-    optimizer, the contents of its dicts and lists are recorded. Its tensors are copied only if it may write into them
+    Weights are copied to host memory, with their fp32 masters or the fp32 values that are kept for weights without
+    masters. For an optimizer, the contents of its dicts and lists are recorded. Its tensors are copied only if it may write into them
     while it loads. torch's optimizers replace their tensors instead.
     """
 

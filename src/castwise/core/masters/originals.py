@@ -71,20 +71,20 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def merge_values(
     full: Tensor, values: Tensor, through: torch.dtype | None = None, *, cast: bool = False
 ) -> bool:
-    """Update full values from the values of a bf16 or fp16 parameter, which may have been changed by hand.
+    """Update fp32 values from a parameter that was rounded from them, and that may have been changed by hand since.
 
-    Where an element of the parameter equals the full value rounded, the full value is kept. All other elements are
+    Where an element of the parameter equals the fp32 value rounded, the fp32 value is kept. All other elements are
     replaced. So if half of a parameter was overwritten, the other half loses no precision. Synchronises with the
     device.
 
     Args:
-        full: The full values in fp32, written to.
+        full: The fp32 values, written to.
         values: The parameter's values, of the same shape, on the same device.
-        through: The low format to which ``values`` were rounded. None if it is their dtype.
+        through: The low format to which ``values`` were rounded. None if that is their dtype.
         cast: Whether ``values`` may have been cast through other formats, as by ``model.half().float()``, which
-            autograd does not count as a write. Elements that only such a cast has changed keep the full value. If
-            ``values`` are back in the format to which they were rounded, one cast must explain all elements. Otherwise
-            some elements would match by chance, as after ``parameter.data = average``.
+            autograd does not count as a write. Elements that only such a cast has changed keep the fp32 value. If
+            ``values`` are in the format to which they were first rounded, a cast counts only if it explains all elements.
+            Otherwise some elements would match by chance, as after ``parameter.data = average``.
 
     Returns:
         Whether anything differed.

@@ -84,7 +84,8 @@ class Pairs:
     def pull(self) -> None:
         """Copy writes by hand to parameters into the fp32 masters, and writes to masters into the parameters.
 
-        This is called before a step. Writes that raised no version counter are not found.
+        This is called before a step. Writes are found by version counters, by the counts of writes through
+        ``parameter.data``, and by the addresses of parameters, not by comparing values.
         """
         now = (
             self._versions(self.stored),
@@ -99,10 +100,10 @@ class Pairs:
                     self._settle(index)
 
     def look(self) -> None:
-        """Search for writes to parameters that raised no version counter, and copy them to the fp32 masters.
+        """Search for writes to parameters that torch does not count, such as NumPy's, and copy them to the fp32 masters.
 
-        This is called before a step, after :meth:`pull` has copied the writes that raised one. Only a few elements of
-        each parameter are compared.
+        This is called before a step, after :meth:`pull` has copied all other writes. Only a few elements of each
+        parameter are compared.
         """
         if self._sample is None:
             self._sample = Sample(self._targets, self._sources)
@@ -203,7 +204,8 @@ class Pairs:
     def push_updated(self) -> None:
         """Write the fp32 masters that a step has updated into the model's parameters.
 
-        These are the masters with a gradient, since updates by fused kernels raise no version counter.
+        These are the masters with a gradient and those whose version counter was raised. Updates by fused kernels raise no
+        version counter.
         """
         due = [index for index, parameter in enumerate(self.stored) if parameter.grad is not None]
         if len(due) < len(self.stored):

@@ -194,8 +194,8 @@ _OF_COMPILERS = "_dynamo_"
 def _is_own(master: Any, name: str) -> bool:
     """Whether an attribute is stored on the fp32 master and not on its parameter.
 
-    Attributes that tensors have are stored on the master. All others, and ``__slots__`` of a subclass of
-    ``nn.Parameter``, are stored on the parameter.
+    Attributes that every tensor has and that can be set are stored on the master. All others, and ``__slots__`` of a
+    subclass of ``nn.Parameter``, are stored on the parameter.
     """
     if name in Master.__annotations__ or name.startswith(_OF_COMPILERS):
         return True
@@ -396,5 +396,5 @@ def take_grad_fp32(parameter: nn.Parameter) -> Tensor:
 
 
 def mirror_grad(master: nn.Parameter, grad: Tensor | None) -> None:
-    """Store the gradient where code finds it that bypasses the property :attr:`Master.grad`. None removes it there."""
+    """Store a gradient in a master for code that bypasses the property :attr:`Master.grad`. None removes the gradient."""
     _own_grad.__set__(master, grad)

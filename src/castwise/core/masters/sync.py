@@ -21,9 +21,12 @@ Attachments add and remove themselves, from any thread.
 
 
 def attachments(model: nn.Module | None = None) -> Iterator[Any]:
-    """Yield the live :class:`Attachment` objects that manage fp32 masters of a model's parameters, or all with None.
+    """Yield the live :class:`Attachment` objects that manage fp32 masters of a model's parameters.
 
     Those that only concern other models are left out, since another thread may be using them, or they may be broken.
+
+    Args:
+        model: The model. With None, all live objects are yielded.
     """
     for reference in (
         live.valuerefs()
