@@ -1,1 +1,4 @@
-"""Apply a plan to a model: where each part computes and is stored, the borders between parts, and explanations of dtype errors."""
+"""Apply a plan to a model: decide in which format each module computes and is stored, and cast tensors between modules.
+
+The package also explains dtype errors.
+"""

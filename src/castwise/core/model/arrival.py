@@ -23,8 +23,8 @@ from castwise.errors import PlanError
 WIDEN = (False, True, "all")
 """The values allowed for ``widen=``, which says which bf16 and fp16 tensors are stored in fp32.
 
-False stores none in fp32. True does so with trained parameters, and with buffers of modules that have no frozen bf16 or
-fp16 parameters. ``"all"`` does so with frozen parameters too.
+False stores none of them in fp32. True stores trained parameters in fp32, and buffers of modules that have no frozen
+bf16 or fp16 parameters. ``"all"`` stores frozen parameters and all buffers in fp32 too.
 """
 _PLAIN = (torch.float32, torch.float64, *LOW_DTYPES)
 """Dtypes in which an element of a weight is the number itself, and not a code for it."""

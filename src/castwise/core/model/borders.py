@@ -56,7 +56,7 @@ _NOT_COPIED = ("_lease", "begin", "entries", "first", "loaded", "read", "roundin
 
 
 class Entries:
-    """Records which autograd nodes were created inside a border, for its last 256 calls.
+    """Records which autograd nodes were created inside a module that has a :class:`Border`, for its last 256 calls.
 
     Attributes:
         spans: For each call that created nodes, the sequence number of the first node and the number after the last.
@@ -84,7 +84,7 @@ class Entries:
             self.silent = True
 
     def made(self, number: int) -> bool:
-        """Whether the autograd node with this sequence number was created inside the border."""
+        """Whether the autograd node with this sequence number was created inside one of the recorded calls."""
         return any(first <= number < last for first, last in self.spans)
 
 
@@ -133,7 +133,7 @@ class Border:
         self.open()
 
     def open(self) -> None:
-        """Register the kernels that carry out the plan's operator rules inside the border."""
+        """Register the kernels that carry out the plan's operator rules inside the module."""
         self._lease = kernels.Lease(self.frame.rows, self.frame.device_type) if self.frame.rows else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -163,7 +163,8 @@ class Border:
     def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast the inputs and activate the precision settings, as a forward pre-hook with keyword arguments.
 
-        Also used if inputs are not cast but the border must be recorded for the backward pass.
+        This hook is also used if inputs are not cast, but the change of settings must be recorded for the backward
+        pass.
         """
         cast = self.cast_inputs
         if cast is not None:
@@ -221,7 +222,7 @@ class Border:
 
         Args:
             model: The model that this border is around.
-            begin: Called when a forward begins that is not compiled, with whether the model is in training mode.
+            begin: Called when a forward begins that is not compiled, with the model's ``training`` attribute.
             loaded: Called after a state was loaded into the model.
             read: Called before the state of the model is read.
         """
@@ -292,10 +293,12 @@ _torch.dynamo.mark_constant(_refuse_export)
 
 
 def refuse_scripting(module: nn.Module) -> None:
-    """Raise if ``torch.jit.script`` is about to compile a module that has a border.
+    """Raise if ``torch.jit.script`` is about to compile a prepared module, or a region of one.
+
+    Its hooks (:class:`Border`) would not run in scripted code.
 
     Raises:
-        StateError: The module has a border.
+        StateError: The module has such hooks.
     """
     if border_of(module) is None:
         return
@@ -332,7 +335,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False, repr=False)
 class Method:
-    """Runs a method of a prepared model other than ``forward`` inside the model's border.
+    """Runs a method of a prepared model other than ``forward`` under the model's precision settings.
 
     It is stored in the model's ``__dict__`` under the method's name, and is copied with the model.
     """
@@ -365,10 +368,12 @@ class Method:
 
 @dataclass(eq=False)
 class Door:
-    """Hooks that run a submodule of a prepared model inside the model's border when it is called from outside the model.
+    """Hooks that run a submodule of a prepared model under the model's precision settings.
+
+    They have an effect only if the submodule is called from outside the model.
 
     Attributes:
-        border: The model's border.
+        border: The hooks of the model, which these hooks call.
         entered: For each running call of the submodule, whether it came from outside the model.
     """
 
@@ -381,12 +386,12 @@ class Door:
         part.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Enter the model's border if the call came from outside the model, as a forward pre-hook."""
+        """Activate the model's precision settings if the call came from outside the model, as a forward pre-hook."""
         self.entered.append(not frames.depth())
         return self.border.enter_and_cast(module, args, kwargs) if self.entered[-1] else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Leave the model's border if :meth:`enter` entered it, as a forward hook that also runs after an exception."""
+        """Undo what :meth:`enter` did and cast the output, as a forward hook that also runs after an exception."""
         return self.border.leave(module, args, output) if self.entered.pop() else output
 
 
@@ -406,9 +411,9 @@ def check_forward(module: nn.Module) -> None:
 
 
 def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
-    """Remove the borders that a model has because it is a copy of a prepared model.
+    """Remove castwise's hooks (:class:`Border`) from a model that has them because it is a copy of a prepared model.
 
-    Before any border is removed, ``log`` is called with a function that puts them back.
+    Before any hook is removed, ``log`` is called with a function that puts them back.
     """
     taken: list[tuple[Any, Any, Any]] = []
     for module in model.modules():
@@ -436,7 +441,7 @@ def strip(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None
 
 
 def border_of(module: nn.Module) -> Border | None:
-    """Return the border around a module, or None."""
+    """Return the :class:`Border` whose hooks a module has, or None."""
     own = (
         getattr(hook, "__self__", None)
         for hooks in _torch.hooks.hook_tables(module)
@@ -446,7 +451,7 @@ def border_of(module: nn.Module) -> Border | None:
 
 
 def root_of(model: nn.Module) -> Border | None:
-    """Return the border of a whole prepared model, or None if the module is not such a model."""
+    """Return the :class:`Border` of a prepared model, or None if the module is not a whole prepared model."""
     border = border_of(model)
     return border if border is not None and border.root else None
 
@@ -515,7 +520,7 @@ def install(
     before: Callable[[nn.Module], None],
     log: Callable[[Callable[[], None]], object],
 ) -> Border:
-    """Install the borders of a resolution on a model.
+    """Install the hooks (:class:`Border`) that make a model run as its resolution says.
 
     Args:
         model: The resolved model. Its class, ``forward`` and parameters do not change.
@@ -524,7 +529,7 @@ def install(
         methods: Names of methods other than ``forward`` that are to run under the plan, already checked.
         before: A function that is called with the model before each of these methods, as forward pre-hooks are called
             before ``forward``.
-        log: A function that is called before anything is installed, with a function that removes the borders.
+        log: A function that is called before anything is installed, with a function that removes the hooks.
 
     Returns:
         The border of the whole model.
@@ -563,7 +568,7 @@ def install(
         return Site(plan, place.compute, device_type, beside, place.meets)
 
     def outer(path: str) -> Frame:
-        """Return the precision settings inside the nearest border around the module at ``path``."""
+        """Return the precision settings of the nearest region, or of the model, around the module at ``path``."""
         above = path.rpartition(".")[0]
         place = resolution.places[above]
         return outer(above) if above and place.around is None else frame(place)

@@ -281,9 +281,9 @@ def resolve(
     - A module without ``forward`` has no inputs or outputs that could be cast. Its buffers are stored in the format of
       the parameters too, unless they hold only whole numbers.
 
-    Tensors that arrived in bf16 or fp16 stay in it, also where those of an fp32 model would stay fp32. There are three
-    exceptions, in which they are stored in fp32: ``widen`` asks for it, the plan stores parameters in the other one of
-    bf16 and fp16, or the tensor is in an fp32 region of a plan that computes in bf16 or fp16.
+    Tensors that are bf16 or fp16 before the plan is applied stay so, also where those of an fp32 model would stay fp32.
+    There are three exceptions, in which they are stored in fp32: ``widen`` asks for it, the plan stores parameters in
+    the other one of bf16 and fp16, or the tensor is in an fp32 region of a plan that computes in bf16 or fp16.
 
     A BatchNorm keeps its parameters in the format of its statistics, since torch has no kernel for bf16 or fp16
     parameters with fp32 statistics. If operators are autocast, a layer under spectral_norm keeps its weight in the
@@ -407,9 +407,10 @@ def _place_tables(
     places: dict[str, ModulePlan],
     storage: dict[str, torch.dtype],
 ) -> None:
-    """Find modules that hold a table wider than the format in which they compute, and mark them as borders in ``places``.
+    """Find modules that hold a table wider than the format in which they compute, and cast at their entry and exit.
 
-    Only modules whose operators are not autocast need this.
+    A table is a buffer of two or more dimensions. ``places`` is changed so that inputs and outputs of these modules are
+    cast. Only modules whose operators are not autocast need this.
     """
     paths = {module: path for path, module in modules.items()}
     final = {tensor: storage.get(name, tensor.dtype) for name, tensor in named_tensors(modules[""])}

@@ -1,1 +1,1 @@
-"""The precision decision as data: formats, operator tables and rules, the plan with its parts, its line and its description."""
+"""Define plans as data: numeric formats, rules for operators, and the plan with its parts and its forms as text."""

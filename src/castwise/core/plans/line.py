@@ -52,7 +52,7 @@ def write_line(plan: Values, presets: Mapping[str, Values], loss_scale: Values) 
 
 
 def read_line(text: str, base: Values, loss_scale: Values) -> dict[str, Any]:
-    """Read the line of a plan.
+    """Read a plan from its one-line form, and return its fields.
 
     Args:
         text: The line.

@@ -167,14 +167,14 @@ class Plan:
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether the optimizer keeps fp32 masters for low parameters of the model or of a region."""
+        """Whether parameters of the model or of a region are stored in bf16 or fp16, and the optimizer keeps fp32 masters."""
         return self.master == "fp32" and (
             self.stores_low or any(region.params in LOW for region in self.regions)
         )
 
     @property
     def lacks_masters(self) -> bool:
-        """Whether parameters of the model or of a region are stored low without fp32 masters."""
+        """Whether parameters of the model or of a region are stored in bf16 or fp16 without fp32 masters."""
         return self.master == "none" and (
             self.stores_low or any(region.params in LOW for region in self.regions)
         )

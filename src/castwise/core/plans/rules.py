@@ -41,17 +41,26 @@ __all__ = [
 ]
 
 RULES: Final[tuple[Rule, ...]] = get_args(Rule)
-"""``lower``: floating inputs are cast to the compute format. ``fp32``: cast to fp32. ``widest``: cast to the widest
-floating format among them (fp16 with bf16 gives fp32). ``as_is``: no cast, neither here nor in the operators that
-this one calls. ``unfused``: cast to the compute format and run as separate operators instead of one kernel, for
-operators in `UNFUSED`. ``banned``: calling it raises an error, except from another operator's kernel."""
+"""The rules that an operator can have.
+
+- ``lower`` casts floating inputs to the compute format.
+- ``fp32`` casts them to fp32.
+- ``widest`` casts them to the widest floating format among them (fp16 with bf16 gives fp32).
+- ``as_is`` casts nothing, neither inputs of this operator nor those of operators that it calls.
+- ``unfused`` casts floating inputs to the compute format, and runs separate operators instead of one kernel. It is for
+  operators in `UNFUSED`.
+- ``banned`` raises an error if the operator is called, except from another operator's kernel.
+"""
 
 UNFUSED: Final = ("scaled_dot_product_attention",)
 """Operators that the rule ``unfused`` can split into parts."""
 
 BASES: Final = ("native", "cuda", "apex", "none")
-"""``native``: the lists of torch.autocast for the current device. ``cuda``: its lists for CUDA, on any device.
-``apex``: the lists of Apex's opt level O1. ``none``: no operator is cast."""
+"""The base tables, from which a plan takes the rules of operators.
+
+``native`` has the lists of torch.autocast for the current device, and ``cuda`` its lists for CUDA, on any device.
+``apex`` has the lists of Apex's opt level O1. With ``none``, no operator is cast.
+"""
 
 DEVICE_TYPES: Final = tuple(_torch.dispatcher.AUTOCAST_KEYS)
 
@@ -88,7 +97,7 @@ class Row:
 
 @cache
 def base_table(base: str, device_type: str) -> Mapping[str, Row]:
-    """Return the rows of one base table for the operators of the installed torch.
+    """Return the operator rules of one base table, for the operators of the installed torch.
 
     Args:
         base: One of `BASES`.
@@ -126,7 +135,7 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def describe(base: str, device_type: str) -> tuple[Row, ...]:
-    """Return the rows of :func:`base_table`, sorted by rule and then by the operator's name.
+    """Return the operator rules of :func:`base_table`, sorted by rule and then by the operator's name.
 
     Raises:
         UnknownNameError: No such base or device type.
@@ -194,7 +203,7 @@ def operator_overloads(name: str) -> tuple[_torch.operators.OpOverload, ...]:
 
 
 def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Mapping[str, Row]:
-    """Return the rows in which a plan's operator rules differ from torch.autocast on a device.
+    """Return the operator rules in which a plan differs from torch.autocast on a device.
 
     Args:
         base: One of `BASES`.
@@ -239,10 +248,10 @@ _MEETS: Final = "its kernel refuses a mix of fp32 and low tensors"
 
 @cache
 def meetings(device_type: str) -> Mapping[str, Row]:
-    """Return the rows under which operators get no mix of fp32 with bf16 or fp16 inputs that they would refuse.
+    """Return the operator rules for a module that combines an fp32 table of its own with bf16 or fp16 tensors.
 
-    Such operators get all inputs in the compute format. Factorisations and solvers, whose bf16 and fp16 kernels are
-    missing or wrong, run in fp32 and return fp32. No other operator is cast.
+    Operators that would refuse the mixture get all inputs in the compute format. Factorisations and solvers, whose bf16
+    and fp16 kernels are missing or wrong, run in fp32 and return fp32. No other operator is cast.
     """
     native = base_table("native", device_type)
     table = {op: Row(op, "as_is", _UNLISTED) for op, row in native.items() if row.rule != "widest"}
@@ -255,7 +264,7 @@ def meetings(device_type: str) -> Mapping[str, Row]:
 
 @cache
 def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
-    """Return the rows that a plan needs in addition to its base table if it stores parameters in bf16 or fp16.
+    """Return the operator rules that a plan needs beyond its base table if it stores parameters in bf16 or fp16.
 
     Base tables assume fp32 weights. Some operators that they do not list refuse bf16 or fp16 weights with fp32 inputs.
     These operators get both in the wider format, as if the weights were stored in it. Others have no bf16 and fp16
@@ -268,7 +277,7 @@ def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:
-    """Return the rows of a table whose operators exist in the installed torch."""
+    """Return the rules of a table whose operators exist in the installed torch."""
     return MappingProxyType({op: row for op, row in table.items() if _packet(op) is not None})
 
 

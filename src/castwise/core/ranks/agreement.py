@@ -34,12 +34,12 @@ from castwise.core.scaler.result import peek
 from castwise.errors import StateError
 
 _SUMMED = 0.5
-"""A value of the flag that ranks send in place of 0, if gradients are finite but should be a sum over ranks.
+"""The number that a rank sends in a step if it has gradients that should be a sum over ranks.
 
-The flag is 0 if all gradients are finite and 1 if one is not.
+It otherwise sends 0 if all its gradients are finite, and 1 if one is not.
 """
 _FURTHER = 0.25
-"""A value of the flag that a rank sends in place of 0 while it runs the backward of a further named loss before its step."""
+"""The number that a rank sends while it runs the backward of a further named loss, so that it does not step yet."""
 _NOT = object()
 """A value that stands in place of the group of the ranks that step, if this rank is not one of them."""
 
@@ -67,7 +67,7 @@ class Agreement:
         self._averaged: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._can_differ: bool | None = None
         self._world: Callable[[], Any] = _no_world
-        """Returns the default process group that existed when ``_can_differ`` was decided."""
+        """A function that returns the default process group that existed when ``_can_differ`` was decided."""
         self._seen: list[bool] | None = None
         """Which parameters were trained when several ranks decided that their gradients cannot differ."""
         self._steps: Any = None
@@ -111,7 +111,7 @@ class Agreement:
             self._can_differ = None  # all ranks of the session are here, and decide again at the next step
 
     def forget_averaged(self, params: Iterable[Tensor]) -> None:
-        """Undo :meth:`note_averaged`, if it was called."""
+        """Forget that a DistributedDataParallel averages the gradients of these parameters."""
         for parameter in params:
             self._averaged.pop(parameter, None)
         self._can_differ = None
@@ -208,7 +208,7 @@ class Agreement:
         return self.can_differ() if decided is None else decided or self._is_local
 
     def _is_same_world(self) -> bool:
-        """Whether the default process group is still the one in which the ranks decided."""
+        """Whether the default process group is the same as when the ranks decided whether their gradients can differ."""
         return self._world() is dist.group.WORLD if running() else self._world is _no_world
 
     def _note_world(self) -> None:

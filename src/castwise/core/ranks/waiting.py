@@ -26,12 +26,12 @@ from castwise.core.ranks.text import named
 from castwise.errors import is_users
 
 POSTED_AFTER_S = 1.0
-"""Seconds after which a waiting rank writes to the store that it waits."""
+"""The time in seconds after which a waiting rank writes a message to the process group's store, for other ranks to read."""
 SAID_AFTER_S = 5.0
-"""Seconds after which a waiting rank warns the user."""
+"""The time in seconds after which a waiting rank warns the user."""
 _TICK_S = 0.25
 _ALIVE_S = 1.0
-"""Seconds within which a waiting rank writes to the store again, which shows that its process has not ended."""
+"""The time in seconds within which a waiting rank writes its message again, which shows that its process has not ended."""
 _MOST_RANKS = 1024
 """The size of the largest group whose ranks query the store, since one process answers the queries of all ranks."""
 

@@ -59,7 +59,7 @@ class Buffers:
     """Copies and restores the buffers of all models of one :class:`~castwise.Amp`.
 
     Attributes:
-        number: How many steps have ended, which is the number of the current window.
+        number: How many steps have ended.
         rounds: How many rounds have ended. A round ends when an optimizer steps that has already stepped in it. Several
             optimizers may step after one forward, so a round can have several steps.
         backwards: How many losses have been passed to ``backward``.
@@ -68,7 +68,7 @@ class Buffers:
     def __init__(self) -> None:
         self.number = self.rounds = self.backwards = 0
         self._stepped: tuple[set[int], set[int]] = set(), set()
-        """The ``id`` of the optimizers that stepped in the last round, and of those that stepped in this one."""
+        """The ``id`` of the optimizers that stepped in the last round, and in this one. See :attr:`rounds`."""
         self._kept: list[weakref.ref[KeptBuffers]] = []
         self._counts: Counter[str] = Counter()
         self._unread: dict[tuple[str, ...], Tensor] = {}
@@ -87,7 +87,7 @@ class Buffers:
         return [kept for one in self._kept if (kept := one()) is not None]
 
     def end_window(self, optimizer: Optimizer) -> None:
-        """Begin a new window after a step of this optimizer, whether it was made or skipped."""
+        """Record that a step of this optimizer has ended, made or skipped, so that the next forward copies buffers again."""
         self.number += 1
         last, now = self._stepped
         if id(optimizer) in now:
@@ -138,11 +138,12 @@ class Buffers:
 
 
 class KeptBuffers:
-    """Holds copies of one model's buffers, with the values they had at the start of the window.
+    """Holds copies of one model's buffers, with the values they had at the start of the first forward after a step.
 
     Attributes:
         kind: The name of the model's class.
-        seen: The last round in which the whole model was called outside of compiled code.
+        seen: The number of the last round (:attr:`Buffers.rounds`) in which the whole model was called outside of
+            compiled code.
     """
 
     def __init__(self, model: nn.Module, session: Buffers) -> None:
@@ -150,9 +151,9 @@ class KeptBuffers:
         self.seen = -_UNSEEN - 1
         self._taken = -1
         self._unused = (-1, -1)
-        """The window of the last training forward with gradients, and ``backwards`` of the Amp when the forward began."""
+        """The number of steps, and of losses passed to ``backward``, when the last forward in training began."""
         self._unsure = False
-        """Whether all forwards in this window so far ran without gradients, as when statistics are recomputed."""
+        """Whether all forwards since the last step ran without gradients, as when statistics are recomputed."""
         alive = weakref.ref(self)
 
         def end(_: object) -> None:
@@ -181,7 +182,7 @@ class KeptBuffers:
     # --- copies ---------------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
-        """Copy the buffers if the forward that starts now is the first in its window and may write to them.
+        """Copy the buffers if the forward that starts now is the first after a step and may write to them.
 
         To be called at the start of each uncompiled forward of the whole model.
         """

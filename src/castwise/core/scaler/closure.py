@@ -103,7 +103,10 @@ def step_or_restore(
 
 
 class Guard(Protocol):
-    """What :class:`ClosureStep` needs from the object that guards steps outside ``Amp.step``."""
+    """The interface that :class:`ClosureStep` needs of an object that guards steps outside ``Amp.step``.
+
+    :class:`~castwise.core.scaler.watch.Watch` implements it.
+    """
 
     tries: int
     """How often a closure may be called again, at half the loss scale each time."""
@@ -140,9 +143,9 @@ class Guard(Protocol):
 class ClosureStep:
     """A step with a closure that the user's script makes, outside ``Amp.step``, and that is undone if gradients overflow.
 
-    If the closure has computed a non-finite gradient, it is called again at a smaller loss scale, if that may help. If
-    nothing helped, the step cannot be interrupted. It then gets no gradients any more, its calls of the closure do
-    nothing, and :meth:`end` undoes what the step did.
+    If the closure has computed a non-finite gradient, the closure is called again at a smaller loss scale, if that may
+    help. The step itself cannot be interrupted. So if nothing helps, the step gets no gradients any more, its calls of
+    the closure do nothing, and :meth:`end` undoes what the step did.
 
     Args:
         optimizer: The optimizer that is about to step.

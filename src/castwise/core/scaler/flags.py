@@ -46,7 +46,7 @@ class Flags:
         return state is not None and state["stage"] is OptState.UNSCALED
 
     def of(self, optimizers: Iterable[Optimizer] | None = None) -> list[torch.Tensor]:
-        """Return the flags of these optimizers, or of all optimizers, one for each optimizer and device."""
+        """Return the flags for non-finite gradients of these optimizers, or of all, one for each optimizer and device."""
         states = self.states
         some = states.values() if optimizers is None else [states[id(optimizer)] for optimizer in optimizers]
         return [flag for state in some for flag in state["found_inf_per_device"].values()]
@@ -56,14 +56,17 @@ class Flags:
         return gradients.largest(self.of(optimizers), device).clone()
 
     def set(self, optimizers: Iterable[Optimizer], flag: torch.Tensor) -> None:
-        """Replace all flags of these optimizers by copies of ``flag``, for example of the one that all ranks agreed on."""
+        """Replace the flags for non-finite gradients of these optimizers by copies of one flag.
+
+        For example, that may be the flag on which all ranks agreed.
+        """
         for optimizer in optimizers:
             held = self.states[id(optimizer)]["found_inf_per_device"]
             for device in held or (flag.device,):
                 held[device] = flag.to(device, copy=True)
 
     def join(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make these optimizers step or skip together, by giving each the maximum of all their flags."""
+        """Make these optimizers skip their steps together if a gradient of any of them is not finite."""
         flags = self.of(optimizers)
         if len(flags) > 1:
             joint = gradients.largest(flags, flags[0].device)
@@ -77,9 +80,11 @@ class Flags:
             self.add(id(optimizer), {device: flag.to(device, copy=True) for device in devices})
 
     def add(self, key: int, flags: Mapping[torch.device, torch.Tensor]) -> None:
-        """Record that an optimizer's gradients are unscaled, and add flags to its record.
+        """Record that an optimizer's gradients are unscaled, and whether they are finite on each device.
 
-        ``key`` is the ``id`` of the optimizer.
+        Args:
+            key: The ``id`` of the optimizer.
+            flags: For each device, a 0-dim fp32 tensor that is above zero if a gradient there is not finite.
         """
         state = self.states[key]
         state["stage"], known = OptState.UNSCALED, state["found_inf_per_device"]

@@ -201,7 +201,10 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return next_state(state, bool(flag > 0), self.policy)
 
     def _outcome(self, left_out: Iterable[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
-        """Return the losses whose scales :meth:`update` will update, each with the flag whether a gradient was not finite."""
+        """Return the losses whose scales :meth:`update` will update, by name.
+
+        Each comes with a 0-dim tensor that is above zero if a gradient of it was not finite.
+        """
         found = [*self._flags.of(), *left_out]
         if not found:
             return {}
@@ -218,7 +221,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """Multiply a loss, or several, by the scale of ``name``.
 
         Args:
-            outputs: Tensor of any shape, or an iterable of them; low formats are scaled in fp32.
+            outputs: Tensor of any shape, or an iterable of them; bf16 and fp16 tensors are scaled in fp32.
             name: Name of the loss. Gradients of losses with different names must not be added: use :meth:`backward` for
                 them.
 
@@ -302,7 +305,11 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             gradients.add_up(aside)
 
     def _flag_of_base(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """Return the flag of the loss that was scaled first since the last update, from its gradients and steps made."""
+        """Return whether gradients of the loss that was scaled first since the last update were not finite, as a flag.
+
+        The flag is a 0-dim fp32 tensor. ``grads`` are the gradients of this loss. Steps that were made since then count
+        too.
+        """
         home = self._losses.scale_tensor().device
         now = self._unscaling.agreed(gradients.check_and_multiply(grads, None, home))
         return gradients.largest([now, *self._flags.of()], home)
@@ -310,7 +317,10 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- steps --------------------------------------------------------------------------------------------
 
     def step_or_skip(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's step unless a flag of ``state`` is set, and record the outcome."""
+        """Call the optimizer's step unless a flag says that a gradient is not finite, and record the outcome.
+
+        ``state`` is the optimizer's record (:class:`~castwise.core.scaler.flags.Flags`), which holds its flags.
+        """
         skip = False
         for flag in state["found_inf_per_device"].values():
             skip = skip or flag.item() != 0.0
@@ -401,7 +411,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return value
 
     def _unscaled(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        """Divide an optimizer's gradients by the scale, and return for each device the flag whether one is not finite."""
+        """Divide an optimizer's gradients by the scale, and return whether one was not finite, as a tensor per device."""
         scale = self.check_scaled("step")
         value = peek(scale)
         of, inverse = self._inverse
@@ -546,7 +556,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         Finite gradients change nothing.
 
         Args:
-            dropped: The flags of each optimizer's gradients, by the optimizer's ``id``.
+            dropped: By the ``id`` of each optimizer and by device, a tensor that is above zero if one of its gradients
+                there was not finite.
             stepped: Whether steps were made since the last update, so that :meth:`update` will be called in any case.
         """
         for key, flags in dropped.items():

@@ -116,7 +116,7 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the maximum of 0-dim flags as a tensor on ``device``, or zero if there are none."""
+    """Return the maximum of 0-dim tensors, as a tensor on ``device``, or zero if there are none."""
     if not flags:
         return number(0.0, device)
     here = [flag.to(device, non_blocking=True) for flag in flags]

@@ -104,7 +104,7 @@ class Losses:
         return loss
 
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
-        """Return the scale of a loss, by default of the current loss, as a 0-dim fp32 tensor on the device."""
+        """Return the scale of a loss as a 0-dim fp32 tensor on the device. Without a name, the loss is :attr:`current`."""
         scale = self.get(name or self.current.name).scale
         assert scale is not None
         return scale
@@ -112,7 +112,7 @@ class Losses:
     def scale_or_smallest(self, name: str | None) -> torch.Tensor:
         """Return the scale of a loss, or for None the smallest of all scales.
 
-        The result is a 0-dim fp32 tensor on the device of the current loss's scale.
+        The result is a 0-dim fp32 tensor on the device of the scale of :attr:`current`.
         """
         home = self.scale_tensor().device
         if name is not None:

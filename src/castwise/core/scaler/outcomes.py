@@ -26,7 +26,8 @@ class WindowOutcomes:
     """The outcomes of all steps between two updates of the loss scale, by the optimizers' ``id``.
 
     Attributes:
-        states: The record of each optimizer as in torch's GradScaler, with a flag for each device of its gradients.
+        states: The record of each optimizer as in torch's GradScaler. It says for each device whether a gradient is not
+            finite.
         skips: Whether the step was skipped, for each optimizer of which the host knows it.
         results: The result objects that were requested so far.
     """
@@ -77,9 +78,9 @@ class Outcomes:
         """Record the outcomes of all steps since the last update of the loss scale, because the scale is updated now.
 
         Args:
-            states: The record of each optimizer that has stepped.
-            losses: For each loss that was scaled, the flag whether its gradients were not finite. None for a loss that
-                was the only one, whose flags are those of the optimizers.
+            states: The record of each optimizer that has stepped, as in torch's GradScaler.
+            losses: For each loss that was scaled, a tensor that is above zero if its gradients were not finite. None
+                for a loss that was the only one, since its gradients are those of the optimizers.
             restart: Whether the scale was set by hand, so that the counts of skips in a row restart.
         """
         last = self._last = WindowOutcomes(states, self.skips, self.results)

@@ -32,7 +32,7 @@ def hand_over(optimizer: Any, flag: torch.Tensor) -> None:
 
 
 def take_back(optimizer: Any) -> None:
-    """Remove the flag that :func:`hand_over` gave to an optimizer."""
+    """Remove the flag for non-finite gradients that :func:`hand_over` gave to an optimizer."""
     vars(optimizer).pop("grad_scale", None)
     vars(optimizer).pop("found_inf", None)
 

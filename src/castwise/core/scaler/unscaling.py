@@ -20,7 +20,8 @@ def unscale_others(
 ) -> _Flags:
     """Unscale an optimizer's gradients if some are sparse, complex or on another device than the loss scale.
 
-    The arguments and the result are those of :meth:`Unscaling.unscale`, but the flags are not those of all ranks yet.
+    The arguments and the result are those of :meth:`Unscaling.unscale`. But the result says only whether gradients are
+    finite on this rank.
     """
     grads = gradients.held(optimizer)
     # torch's scaler takes real gradients that are dense or COO-sparse, but no bf16 on an accelerator

@@ -29,12 +29,12 @@ _AGAIN = 16
 """How often a closure is called again at most, at half the loss scale each time. The usual first scale is 2 ** 16."""
 
 _scaling: weakref.WeakKeyDictionary[Optimizer, Window] = weakref.WeakKeyDictionary()
-"""For each prepared optimizer, the window by whose loss scale its gradients may be multiplied."""
+"""The :class:`Window` of each prepared optimizer, by whose loss scale the optimizer's gradients may be multiplied."""
 
 _watches: weakref.WeakKeyDictionary[Optimizer, Watch] = weakref.WeakKeyDictionary()
-"""For each prepared optimizer, the Watch that guards its steps."""
+"""The :class:`Watch` that guards the steps of each prepared optimizer."""
 _closure_steps: weakref.WeakValueDictionary[int, ClosureStep] = weakref.WeakValueDictionary()
-"""For the ``id`` of an optimizer, the step with a closure that it is making now."""
+"""The step with a closure that an optimizer is making now, by the ``id`` of the optimizer."""
 
 
 def watch_closure(
@@ -74,7 +74,7 @@ class Watch:
         self.tries = _AGAIN if window.scales else 0
         self._stepping = window.stepping
         self._around: dict[int, weakref.ref[Optimizer]] = {}
-        """For the ``id`` of each optimizer inside a prepared optimizer, the prepared optimizer."""
+        """The prepared optimizer around another optimizer, by the ``id`` of the inner one."""
 
     def check_alone(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer is already prepared by another Amp that has a loss scale.
@@ -152,7 +152,7 @@ class Watch:
         _torch.steps.subscribe(look, log=log)
 
     def see_clearing(self, log: _Log) -> None:
-        """Tell the window of each ``zero_grad``, of any optimizer or module, since it may clear scaled gradients.
+        """Call :meth:`Window.cleared` before each ``zero_grad`` of any optimizer or module, which may clear scaled gradients.
 
         Before anything is changed, ``log`` is called with a function that undoes this.
         """

@@ -64,7 +64,7 @@ class Window:
         """The parameters outside the optimizers whose gradients are multiplied by the scale."""
         self.scales = scaler.is_enabled()
         self._owners: dict[int, Held] = {}
-        """By the ``id`` of an optimizer, its parameters whose gradients are multiplied by the scale."""
+        """The parameters of each optimizer whose gradients are multiplied by the scale, by the optimizer's ``id``."""
         self._lent = False
         """Whether the user received the scale or a scaled loss, so that any new gradients may be multiplied by the scale."""
         self._begun = False
@@ -74,44 +74,53 @@ class Window:
         self._handed_out = False
         """Whether gradients of a scaled loss were returned to the user, as by ``torch.autograd.grad``, and not set."""
         self.differentiated = False
-        """Whether gradients were computed from a scaled loss in this window, then unscaled, and returned to the user."""
-        self._returned: dict[int, tuple[str, torch.Tensor]] = {}
-        """By the ``id`` of an optimizer: the loss whose unscaled gradients were returned to the user, and their flag.
+        """Whether gradients were computed from a scaled loss, then unscaled, and returned to the user.
 
-        An entry is removed when the optimizer steps. The flag is above zero if a gradient is not finite.
+        It becomes False when the scale is updated.
+        """
+        self._returned: dict[int, tuple[str, torch.Tensor]] = {}
+        """The unscaled gradients that were returned to the user, by the ``id`` of the optimizer of their parameters.
+
+        An entry holds the name of the loss, and a tensor that is above zero if a gradient is not finite. It is removed
+        when the optimizer steps.
         """
         self.settled = not self.scales
-        """Whether gradients may be added now, since all existing ones have the window's scale and no step was made."""
+        """Whether gradients may be added now, since all existing ones have the current scale and no step was made."""
         self.in_backward = False
         """Whether ``Amp.backward`` is running, so that gradients are multiplied by the scale although it has not ended."""
         self.stepped = False
-        """Whether a step was made, so that the scale is updated when the next window opens."""
+        """Whether a step was made, so that the scale is updated when the next backward pass begins."""
         self.used = False
-        """Whether a scaled loss was ever requested."""
+        """Whether a loss was ever scaled."""
         scaler.is_over = lambda: self.stepped
         scaler.left_out = lambda: [flag for flags in self._dropped.values() for flag in flags.values()]
         scaler.returned = lambda: [*self._returned.values()]
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
-        """By the ``id`` of an optimizer whose gradients the user unscaled: its parameters then, and its gradients.
+        """The parameters and gradients of each optimizer whose gradients the user unscaled, by the optimizer's ``id``.
 
-        Before the step, the gradients may change or be replaced, and parameters may be added.
+        They are those at the time of unscaling. Before the step, the user may change or replace gradients and add
+        parameters.
         """
         self._dropped: dict[int, dict[torch.device, torch.Tensor]] = {}
-        """By the ``id`` of an optimizer, the flags of gradients that the user unscaled and then cleared."""
+        """Whether gradients that the user unscaled and then cleared were not finite, by the ``id`` of the optimizer."""
         self._cleared: dict[int, Cleared] = {}
-        """By the ``id`` of an optimizer, samples of its gradients that were cleared before they were unscaled."""
+        """Samples of the gradients of each optimizer that were cleared while scaled, by the optimizer's ``id``."""
         self._last: dict[int, _Stepped] = {}
-        """By the ``id`` of an optimizer, the gradients with which it stepped last."""
+        """The gradients with which each optimizer stepped last, by the optimizer's ``id``."""
         self.stepping: set[int] = set()
         """The ``id`` of each optimizer whose :meth:`step` is running."""
         self.hidden: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """By the ``id`` of an optimizer that other code steps, the non-finite gradients that were removed for the step."""
+        """The gradients that are removed during a step that other code makes, because one is not finite.
+
+        They are kept by the ``id`` of the optimizer, and put back after the step.
+        """
         self.ranks_differ: Callable[[], bool] = lambda: False
         """Whether ranks agree on each step, so that all of them must make the same collective calls."""
         self._habits: dict[int, tuple[str, bool]] = {}
-        """By the ``id`` of an optimizer, the loss whose scale its last gradients had, and whether it was the first to step.
+        """The name of the loss whose scale an optimizer's last gradients had, and whether the optimizer stepped first.
 
-        A rank that runs no backward pass in a window assumes that both are as in its last window.
+        Both are kept by the optimizer's ``id``. First means first after an update of the scale. A rank that runs no
+        backward pass before a step assumes that both are as before.
         """
         self.summed: list[Optimizer] = []
         """Optimizers that are being unscaled although this rank ran no backward pass for them.
@@ -138,7 +147,7 @@ class Window:
         """Update the scale if a step was made, and rescale existing gradients to it. Call this before gradients are added.
 
         Args:
-            name: The loss whose scale a new window has.
+            name: The name of the loss whose scale is used from now on, if a step was made.
             lend: Whether the user receives the scaled loss, so that any new gradients may come from it.
             idle: Whether this rank adds no gradients. Gradients that came from no backward pass on this rank then stay
                 as they are.
@@ -179,10 +188,11 @@ class Window:
         )
 
     def _count_dropped(self) -> dict[int, dict[torch.device, torch.Tensor]]:
-        """Count gradients that were unscaled and then cleared without a step as skipped steps if they were not finite.
+        """Count a skipped step for gradients that were unscaled and then cleared without a step, if they were not finite.
 
         Returns:
-            The flags of those that may be not finite, by the optimizers' ``id``.
+            For the ``id`` of each optimizer whose gradients may be not finite, a tensor per device that is above zero
+            if they are not.
         """
         dropped, self._dropped = self._dropped, {}
         if not self.scaler.works or not (dropped or self.scaler._flags.states):
@@ -212,7 +222,7 @@ class Window:
         Args:
             inputs: The tensors with respect to which the gradients were computed.
             grads: The gradients.
-            name: The name of the loss, by default that of this window.
+            name: The name of the loss, by default the first that was scaled since the last update of the scale.
         """
         each = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         by_input = {id(_stored(one)): grad for one, grad in zip(each, grads, strict=True) if grad is not None}
@@ -228,10 +238,10 @@ class Window:
                 self.settled = False
 
     def _count_returned(self) -> dict[str, torch.Tensor]:
-        """Count gradients that were returned to the user and then dropped as skipped steps if they were not finite.
+        """Count a skipped step for gradients that were returned to the user and then dropped, if they were not finite.
 
         Returns:
-            The flags of those that may be not finite, by the name of the loss.
+            For each loss whose gradients may be not finite, by name, a tensor that is above zero if they are not.
         """
         returned, self._returned = self._returned, {}
         found: dict[str, torch.Tensor] = {}
@@ -340,7 +350,7 @@ class Window:
         return self.in_backward or (self._task != -1 and _torch.autograd.graph_task_id() == self._task)
 
     def is_scaled(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of an optimizer are multiplied by the window's scale."""
+        """Whether the gradients of an optimizer are multiplied by the loss scale."""
         key = id(optimizer)
         held = self._owners.get(key)
         if (held is not None and held.holds()) or self._runs():

@@ -435,7 +435,8 @@ class Amp(masters.OfThisProcess):
             widen: As for :meth:`prepare`.
 
         Returns:
-            The format of each module, the dtype of each tensor that changes, and the borders.
+            The format of each module, the dtype of each tensor that changes, and the modules at whose entry and exit
+            tensors are cast.
 
         Raises:
             PatternError: A region of the plan does not fit the model.

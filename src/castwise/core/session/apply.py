@@ -34,9 +34,10 @@ _kept: weakref.WeakKeyDictionary[nn.Module, list[masters.Attachment]] = weakref.
 _late: weakref.WeakKeyDictionary[
     nn.Module, tuple[list[weakref.ref[Optimizer]], list[weakref.ref[nn.Parameter]]]
 ] = weakref.WeakKeyDictionary()
-"""For each model, the optimizers that were prepared after it, and its parameters that are stored in another format.
+"""The optimizers that were prepared after their model, and the model's parameters that are stored in another format.
 
-The state of these optimizers for these parameters is converted, and converted back when the changes are undone.
+Both are kept by model. The state of these optimizers for these parameters is converted, and converted back when the
+changes are undone.
 """
 
 

@@ -36,14 +36,14 @@ _LOOKS = 64
 
 @dataclass(eq=False)
 class _Watched:
-    """A module of a model that has a border, and what was observed of its calls.
+    """A module with a :class:`~castwise.core.model.borders.Border`, and what was observed of its calls.
 
     Attributes:
         model: The prepared model.
-        path: Path of the module with the border.
-        entries: The record of autograd nodes that were created inside the border.
+        path: Path of the module in the model.
+        entries: The record of autograd nodes that were created inside the module.
         dtype: The dtype to which operators inside are cast.
-        key: The text by which traced graphs identify the precision settings inside the border.
+        key: The text by which traced graphs identify the precision settings inside the module.
         plan: The plan as text.
         inner: Paths of modules inside that have their own borders.
         begun: Number of the next autograd node when the border was installed.
@@ -71,8 +71,8 @@ class _Watched:
     def own(self) -> dict[int, str]:
         """Return the names of the parameters to check, by ``id``.
 
-        These are the trained parameters inside this border and inside no inner one. bf16 and fp16 parameters are left
-        out once an autocast block was entered.
+        These are the trained parameters of this module, without those of inner modules that have their own borders.
+        bf16 and fp16 parameters are left out once an autocast block was entered.
         """
         model = self.model()
         if model is None:
@@ -117,7 +117,7 @@ class _Watched:
     def was_passed_by(self, hides: bool) -> bool:
         """Whether the module was trained without being called, given that a backward pass has reached its parameters.
 
-        In this backward pass, no operator that used the parameters ran inside the border. That alone proves nothing. It
+        In this backward pass, no operator that used the parameters ran inside the module. That alone proves nothing. It
         may be the backward pass of a penalty on weights, or other weights may have been computed from these before the
         call. So the result is true only if the module was never called, or neither before this backward pass nor before
         the last one.
@@ -246,7 +246,7 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
         wanted: The ``id`` of the tensors that get gradients, or an empty set for all.
 
     Raises:
-        StateError: A model, or a region with a border, was not called.
+        StateError: A model, or a region of it, was not called.
     """
     leaves, hides = _torch.autograd.uses_of_leaves(outputs)
     uses = {id(leaf): nodes for leaf, nodes, _ in leaves}

@@ -219,7 +219,7 @@ def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
 def check_arrival(
     low: Mapping[str, Tensor], resolution: Resolution, widen: bool | str, *, again: bool = False
 ) -> None:
-    """Raise if trained parameters arrive in bf16 or fp16 under a plan that stores them in fp32, unless ``widen`` is given.
+    """Raise if trained parameters are bf16 or fp16 under a plan that keeps them in fp32, unless ``widen`` is given.
 
     Args:
         low: The model's tensors that are stored in bf16 or fp16, by path.

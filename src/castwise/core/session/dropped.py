@@ -39,10 +39,13 @@ ELEMENTS = 8192
 WHOLE = 2**20
 """The largest number of elements of a parameter that is taken whole if the optimizer keeps state for its rows or columns."""
 NEAR = 0.1
-"""The relative tolerance with which a state tensor must match the remainder of a parameter to count as keeping it."""
+"""The relative tolerance with which a state tensor must match what rounding dropped to count as keeping it."""
 _BITS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 COPY = 0
-"""What a state tensor may keep of a parameter: COPY is the whole value; 1 and -1 are the remainder with that sign."""
+"""What a state tensor may keep of a parameter. COPY stands for the parameter's whole value.
+
+1 and -1 stand for the remainder, which is the part of the updates that rounding dropped, with that sign.
+"""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 
 
@@ -173,9 +176,10 @@ def _stays(piece: _Piece) -> Tensor:
 
 
 def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> set[tuple[str, int]]:
-    """Return the names of the state tensors that keep the remainder of a parameter, each with how it keeps it.
+    """Return the names of the state tensors that keep what rounding drops from the updates of a parameter.
 
-    How is :data:`COPY`, 1 or -1.
+    Each name comes with what the tensor keeps: the whole value of the parameter (:data:`COPY`), or the dropped part
+    with the sign 1 or -1.
     """
     judged: dict[str, int] = defaultdict(int)
     alike: dict[tuple[str, int], int] = defaultdict(int)
@@ -190,7 +194,7 @@ def _keepers(optimizer: Optimizer, pieces: list[_Piece]) -> set[tuple[str, int]]
 
 
 def _kept(optimizer: Optimizer, piece: _Piece, keepers: set[tuple[str, int]]) -> Tensor:
-    """Return a bool tensor that says for each element whether the optimizer's state keeps at least half of its remainder."""
+    """Return for each element whether the optimizer's state keeps at least half of what rounding dropped, as a bool tensor."""
     missing = _missing(piece)
     kept = torch.zeros_like(missing, dtype=torch.bool)
     for held, error, _ in _held(optimizer, piece) if keepers else ():
@@ -204,23 +208,23 @@ def _missing(piece: _Piece) -> Tensor:
 
 
 def _little(piece: _Piece) -> Tensor:
-    """Return the tolerance below which a remainder counts as zero.
+    """Return the size below which the part of an update that rounding dropped counts as zero.
 
-    It is needed because an optimizer rounds an update before it adds the update to the remainder.
+    It is needed because an optimizer that keeps this part in its state rounds the update before adding it there.
     """
     return NEAR * (_missing(piece).abs() * _stays(piece)).mean()
 
 
 def _held(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[tuple[str, int], Tensor, Tensor]]:
-    """Yield for each state tensor and each way to keep the remainder how far the tensor is from doing so.
+    """Compare each state tensor of a parameter with what it would be if it kept what rounding dropped from the update.
 
-    A state tensor that accumulates remainders differs by the remainder, with either sign, from the same tensor after
-    the step in fp32, which has no remainder. A state tensor that is a copy of the parameter equals its new value in
-    fp32.
+    There are three ways to keep it. A tensor that is a copy of the parameter (:data:`COPY`) would equal the parameter's
+    new value in fp32. A tensor that accumulates what was dropped would differ from the same tensor after the step in
+    fp32 by the dropped part, with the sign 1 or -1.
 
     Yields:
-        The name of the tensor and the way (:data:`COPY`, 1 or -1), the distance for each element, and the size of a
-        rounding step of the tensor.
+        A tuple for each tensor and each way. It holds the name of the tensor and the way, the difference for each
+        element, and the size of a rounding step of the tensor.
     """
     for name, value in optimizer.state.get(piece.parameter, {}).items():
         if _is_beside(value, piece.parameter):

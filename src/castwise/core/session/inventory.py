@@ -21,7 +21,7 @@ class Holding:
 
     optimizer: Optimizer
     kind: str
-    """Its class name."""
+    """The name of the optimizer's class."""
     params: frozenset[int]
     """The ``id`` of each parameter that it updates. For an fp32 master, it is the ``id`` of the model's own parameter."""
     takes_hooks: bool
@@ -52,9 +52,9 @@ class Inventory:
     """Facts about a model and its optimizers, read once."""
 
     model: nn.Module
-    """The module inside a ``torch.compile`` wrapper."""
+    """The model, without a wrapper of ``torch.compile``."""
     kind: str
-    """Its class name."""
+    """The name of the model's class."""
     names: Mapping[int, str]
     """The names of its parameters, each once, by ``id``."""
     without_shape: Sequence[str]

@@ -21,32 +21,32 @@ class Members:
     def __init__(self) -> None:
         self._optimizers: dict[int, weakref.ref[Optimizer]] = {}
         self.roots: weakref.WeakKeyDictionary[nn.Module, Border] = weakref.WeakKeyDictionary()
-        """The models, and the border around each."""
+        """The prepared models, each with the :class:`~castwise.core.model.borders.Border` that holds its hooks."""
         self.arrived: weakref.WeakKeyDictionary[nn.Module, Mapping[torch.Tensor, torch.dtype]] = (
             weakref.WeakKeyDictionary()
         )
-        """For each model, the tensors that were bf16 or fp16 before it was prepared, with their dtype."""
+        """The tensors of each model that were bf16 or fp16 before it was prepared, with their dtype then."""
         self._strays: list[torch.Tensor] | None = None
         self._alive = 0
-        """How many optimizers were alive when ``_strays`` was last computed."""
+        """How many optimizers existed when the parameters outside all optimizers were last computed."""
 
     def add(self, model: nn.Module, root: Border) -> None:
-        """Add a model, with the border around it."""
+        """Add a model that was prepared. ``root`` holds the model's hooks."""
         self.roots[model] = root
         self._strays = None
 
     def remove(self, model: nn.Module) -> None:
-        """Remove a model."""
+        """Remove a model because its preparation is undone."""
         self.roots.pop(model, None)
         self._strays = None
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Add an optimizer."""
+        """Add an optimizer that was prepared."""
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._strays = None
 
     def remove_optimizer(self, optimizer: Optimizer) -> None:
-        """Remove an optimizer."""
+        """Remove an optimizer because its preparation is undone."""
         self._optimizers.pop(id(optimizer), None)
         self._strays = None
 

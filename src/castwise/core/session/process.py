@@ -42,7 +42,7 @@ class _Setting(NamedTuple):
 
 _claimed: dict[str, _Setting] = {}
 _aside: list[dict[str, _Setting]] = []
-"""For each running :func:`claims_aside`, the claims that were held when it began."""
+"""The claims that were held when each running :func:`claims_aside` began."""
 
 
 class _Address(NamedTuple):

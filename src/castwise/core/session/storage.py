@@ -43,14 +43,14 @@ def dtypes_now(tensors: Iterable[Tensor]) -> Any:
 def as_arrived(
     weights: Mapping[str, Any], model: nn.Module, arrived: Iterable[Mapping[Tensor, torch.dtype]]
 ) -> dict[str, Any]:
-    """Return fp32 weights, of which those that arrived in bf16 or fp16 are converted back to that format.
+    """Return fp32 weights, but convert those that were bf16 or fp16 before ``prepare`` back to that dtype.
 
     Tensors that several keys share stay shared.
 
     Args:
         weights: The weights in fp32, by key.
         model: The model.
-        arrived: Mappings from the tensors that arrived in bf16 or fp16 to their dtypes then.
+        arrived: Mappings from the tensors that were bf16 or fp16 before ``prepare`` to their dtypes then.
     """
     known = list(arrived)
     done: dict[int, Tensor] = {}
@@ -202,7 +202,7 @@ class Newcomers:
     def __init__(self, model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         self._known: Any = WeakTensorKeyDictionary()
         self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}
-        """For the path of each module, the dtype in which the plan stores its tensors, and the dtype they had before."""
+        """The dtype in which the plan stores the tensors of a module, and the dtype they had before, by the module's path."""
         for name, tensor in named_tensors(model):
             self._known[tensor] = True
             if tensor in dtypes:
@@ -263,10 +263,9 @@ def follow_state(optimizer: Optimizer, params: Iterable[weakref.ref[nn.Parameter
 
 
 class Kept(NamedTuple):
-    """The fp32 values of tensors that arrived in bf16 or fp16, and their optimizer state, while a plan is changed.
+    """The fp32 values and optimizer state of tensors that were bf16 or fp16 before ``prepare``, while a plan is changed.
 
-    Closing the former plan rounds the tensors to the dtype in which they arrived. The next plan starts from the values
-    kept here.
+    Closing the former plan rounds the tensors to bf16 or fp16 again. The next plan starts from the values kept here.
 
     Attributes:
         values: Each tensor, and its values in fp32.
@@ -278,7 +277,10 @@ class Kept(NamedTuple):
 
     @classmethod
     def of(cls, arrived: Iterable[Mapping[Tensor, torch.dtype]], optimizers: Iterable[Optimizer]) -> Self:
-        """Read the values of tensors that arrived in bf16 or fp16. Synchronises with the device if there are masters."""
+        """Read the fp32 values of tensors that were bf16 or fp16 before ``prepare``, and their optimizer state.
+
+        Synchronises with the device if there are masters.
+        """
         found, every = cls([], []), list(optimizers)
         for attachment in filter(None, map(masters.attachment_of, every)):
             attachment.refresh_from_model()

@@ -19,7 +19,7 @@ from castwise.core.session.members import Members
 def summarise(members: Members, plan: Plan, dropped: DroppedUpdates) -> Iterator[str]:
     """Yield the lines of the summary: one for each model, and then those about updates that were lost to rounding.
 
-    The line of a model says in which formats its parameters are stored, and in which they arrived.
+    The line of a model says in which formats its parameters are stored, and in which they were before ``prepare``.
     """
     for model in members.models:
         yield f"{type(model).__name__}: {', '.join(_kinds(model, members))}"

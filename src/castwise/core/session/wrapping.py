@@ -48,7 +48,7 @@ class Wrapping:
         self._agreement.forget()
 
     def check_order(self) -> None:
-        """Raise if a model was sharded after ``prepare`` instead of before. Called at the first step after ``prepare``."""
+        """Raise if a model was sharded after ``prepare`` instead of before. This is checked at the first step."""
         unchecked, self.unchecked = self.unchecked, []
         for reference, known in unchecked:
             model = reference()
@@ -142,7 +142,7 @@ class Wrapping:
             )
 
     def leave_ddp(self, model: nn.Module) -> None:
-        """Undo :meth:`join_ddp` for a prepared model, if it was called."""
+        """Undo what :meth:`join_ddp` changed for a prepared model, if it was called for the model."""
         _torch.hooks.remove_hooks(model, self._before_forward)
         self._agreement.forget_averaged(model.parameters())
 

@@ -111,7 +111,9 @@ def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
 
 
 def _direct(steps: list[TracebackType], index: int) -> Call | None:
-    """Return the call of an operator through ``torch.ops``, such as ``torch.ops.mylib.op(x)``, or None if not repeatable.
+    """Return the call of an operator through ``torch.ops``, such as ``torch.ops.mylib.op(x)``, or None.
+
+    None means that the call cannot be repeated.
 
     The arguments are read from the local variables of torch's own stack frame.
     """
@@ -178,8 +180,9 @@ def _below_kernel(steps: list[TracebackType]) -> bool:
 def _known(call: Call) -> Call | None:
     """Return the call if it can be repeated, or None.
 
-    A call can be repeated if its tensors hold plain values and no argument is user code. For a call inside ``vmap``,
-    the wrapped tensors are replaced by the plain tensors inside them.
+    A call can be repeated if none of its arguments is a function, a module or a tensor of a subclass that implements
+    its own operators. Tensors on the meta device exclude it too. For a call inside ``vmap``, the wrapped tensors are
+    replaced by the plain tensors inside them.
     """
     given = (*call.args, *call.kwargs.values())
     if not call.name or _torch.dispatcher.in_transform() or any(isinstance(each, _CODE) for each in given):

@@ -72,9 +72,9 @@ class Site:
     meets: bool = False
 
     def frame(self, plan: Plan) -> Frame:
-        """Return a temporary frame with the settings of this region under another plan.
+        """Return the precision settings of this region under another plan, as a ``Frame`` for temporary use.
 
-        Compilers do not know the frame, and no low-precision copies of weights are cached in it.
+        The frame is not registered for ``torch.compile``, and no low-precision copies of weights are cached in it.
         """
         dtype = FORMATS[self.compute].dtype
         if self.meets:
@@ -90,7 +90,7 @@ class Site:
 
 @contextlib.contextmanager
 def _in_force(frame: Frame) -> Iterator[None]:
-    """Activate a frame's precision settings inside a ``with`` block.
+    """Activate precision settings, given as a :class:`Frame`, inside a ``with`` block.
 
     Warnings are ignored inside, and the states of the random number generators are restored at the end.
     """
@@ -208,7 +208,7 @@ class Complaint:
         return len(dtypes) > 1 or not dtypes.isdisjoint((*LOW_DTYPES, torch.complex32))
 
     def _fails(self, call: Call, frame: Frame) -> bool:
-        """Whether a call fails again with the same type of error under a frame's precision settings."""
+        """Whether a call fails again with the same type of error under the precision settings of ``frame``."""
         try:
             with _in_force(frame):
                 call.again()
@@ -217,7 +217,7 @@ class Complaint:
         return False
 
     def _runs(self, call: Call, frame: Frame, casts: Mapping[int, torch.dtype] | None = None) -> bool:
-        """Whether a call runs under a frame's precision settings with some of its tensors cast.
+        """Whether a call runs without an error under the precision settings of ``frame``, with some of its tensors cast.
 
         ``casts`` maps the ``id`` of a tensor to its new dtype.
         """
@@ -247,7 +247,7 @@ class Complaint:
         return [*found, *self._tables(call, where), *self._regions(call)]
 
     def _regions(self, call: Call) -> list[str]:
-        """Return advice to run the failing module in an fp32 region, if that cures the call.
+        """Return advice to run the failing module in an fp32 region, if the failed call then runs.
 
         It is tried only for modules of ``torch.nn`` without children.
         """
@@ -316,7 +316,7 @@ class Complaint:
         return plan
 
     def _tables(self, call: Call, where: Frame) -> list[str]:
-        """Return advice to store a buffer in bf16 or fp16, for each fp32 buffer whose cast cures the call."""
+        """Return advice to store an fp32 buffer in bf16 or fp16, for each buffer with which the failed call then runs."""
         site = self._site
         low = next((t.dtype for t in call.tensors if t.dtype in LOW_DTYPES), None)
         found: list[str] = []
@@ -345,7 +345,7 @@ class Complaint:
         """Find casts of the call's tensors with which the call runs.
 
         Returns:
-            The new dtypes by the tensors' ``id``, and the advice what code to write. Both are empty if no casts are
+            The new dtypes by the tensors' ``id``, and the code to write as advice. Both are empty if no casts are
             found.
         """
         floating = [t for t in call.tensors if is_real(t)]
@@ -373,7 +373,7 @@ class Complaint:
         return {}, ""
 
     def _wanted(self, tensors: Iterable[Tensor]) -> list[torch.dtype]:
-        """Return the dtypes to which all of the tensors may be cast, in the order in which to try them.
+        """Return the dtypes to which these tensors may all be cast, in the order in which to try them.
 
         The widest of their dtypes other than fp64 comes first, then fp32, then the region's compute format.
         """
@@ -390,7 +390,10 @@ class Complaint:
     def _castings(
         self, call: Call, floating: list[Tensor], receiver: Tensor | None
     ) -> Iterator[dict[int, torch.dtype]]:
-        """Yield possible casts of the call's tensors, the best first, as a new dtype by the tensor's ``id``."""
+        """Yield possible casts of the call's tensors, the best first.
+
+        Each is a mapping from the ``id`` of a tensor to its new dtype.
+        """
         if receiver is not None and (receiver.is_floating_point() or receiver.is_complex()):
             others = [t for t in floating if t is not receiver]
             for dtype in self._wanted(others) if others else (torch.float32,):
