@@ -174,7 +174,7 @@ class _Frozen:
         self._units = _torch.distributed.fsdp_units(model)
         low = _torch.distributed.fsdp_groups(model) if plan.keeps_masters else ()
         self._low = [weakref.ref(shard) for _, _, shard, _ in low if shard.dtype in LOW_DTYPES]
-        """The bf16 and fp16 shards, which are frozen so far. Once they are trained, they serve as masters, so in fp32."""
+        """The frozen bf16 and fp16 shards. Once they are trained, they serve as fp32 masters, so they must become fp32."""
 
     def look(self) -> None:
         units = [unit for reference in self._units if (unit := reference()) is not None]

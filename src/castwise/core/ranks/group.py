@@ -61,7 +61,7 @@ class Ranks:
             )
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the objects that all processes pass, in the order of ranks. The objects must be picklable."""
+        """Gather an object from each process, and return all objects in the order of ranks. They must be picklable."""
         if self.size == 1:
             return [value]
         heard: list[Any] = [None] * self.size
@@ -79,7 +79,11 @@ class Ranks:
             return self.gather(value)
 
     def to_first(self, value: _T) -> list[_T]:
-        """Return the objects that all processes pass on the first rank, in the order of ranks, and ``[]`` on the others."""
+        """Gather an object from each process on the first rank.
+
+        Returns:
+            The objects in the order of ranks on the first rank, and ``[]`` on all other ranks.
+        """
         if self.size == 1:
             return [value]
         heard: list[Any] | None = [None] * self.size if self.rank == 0 else None

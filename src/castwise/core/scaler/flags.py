@@ -73,7 +73,7 @@ class Flags:
             self.set([optimizer for optimizer in optimizers if self.of((optimizer,))], joint)
 
     def note_norm(self, optimizers: Iterable[Optimizer], norm: torch.Tensor) -> None:
-        """Set the flags of these optimizers if the norm of all their gradients is not finite."""
+        """Record that gradients of these optimizers are not finite if the norm of all their gradients is not finite."""
         flag = (~torch.isfinite(norm.detach())).float()
         for optimizer in optimizers:
             devices = self.states[id(optimizer)]["found_inf_per_device"] or (flag.device,)

@@ -573,7 +573,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def note_left(self, returned: dict[str, torch.Tensor]) -> None:
         """Shrink the scales of losses whose gradients were returned to the user and were not finite.
 
-        These gradients were never set on parameters. ``returned`` holds the flag of each loss, by its name.
+        These gradients were never set on parameters. ``returned`` holds for each loss, by name, a tensor that is above
+        zero if they were not finite.
         """
         if self._limits.dynamic:
             self._losses.hold_back(returned)

@@ -69,8 +69,8 @@ class Losses:
         current: The loss by whose scale the present gradients are multiplied: the first one that was scaled since the
             last update, or before it if none was.
         opened_by: The name of the first loss that was scaled since the last update, or None if none was.
-        flags: For each loss that was scaled since the last update, the flag whether its gradients were not finite.
-            Empty as long as there is only one loss.
+        flags: For each loss that was scaled since the last update, a tensor that is above zero if its gradients were not
+            finite. Empty as long as there is only one loss.
 
     Args:
         init_scale: First scale of each loss.

@@ -40,9 +40,10 @@ def take_back(optimizer: Any) -> None:
 def _look_at_others(
     optimizer: Optimizer, one: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor]:
-    """Check gradients of which some are sparse, complex or on another device, and do not write to them if possible.
+    """Check whether an optimizer's gradients are finite if some are sparse, complex or on another device.
 
-    The arguments and the result are those of :func:`unscale_others`, with ``one`` in place of the inverse scale.
+    Nothing is written to them if possible. The arguments and the result are those of :func:`unscale_others`, with the
+    number one in place of the inverse scale.
     """
     grads = gradients.held(optimizer)
     if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator reduces

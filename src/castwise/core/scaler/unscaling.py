@@ -72,9 +72,10 @@ class Unscaling:
         return other
 
     def agreed(self, flag: torch.Tensor, groups: Sequence[Any] = ()) -> torch.Tensor:
-        """Return a flag's maximum over ranks, so that all know of a non-finite gradient on any of them.
+        """Return the maximum of a flag over ranks, so that all ranks know of a non-finite gradient on any of them.
 
-        These are the ranks that were given to the class, or if none were given, those of ``groups``.
+        The flag is a 0-dim fp32 tensor that is above zero if a gradient is not finite. Ranks that were given to the class
+        take part, or if none were given, the ranks of ``groups``.
         """
         if self._reduce is not None:
             reduced = self._reduce(flag)

@@ -70,7 +70,7 @@ class Window:
         self._begun = False
         """Whether a backward pass from a scaled loss that the user received has begun and has not ended."""
         self._task = -1
-        """The number by which autograd identifies that backward pass (its graph task)."""
+        """The number by which autograd identifies the last backward pass of a scaled loss that the user received."""
         self._handed_out = False
         """Whether gradients of a scaled loss were returned to the user, as by ``torch.autograd.grad``, and not set."""
         self.differentiated = False
@@ -96,10 +96,9 @@ class Window:
         scaler.left_out = lambda: [flag for flags in self._dropped.values() for flag in flags.values()]
         scaler.returned = lambda: [*self._returned.values()]
         self._by_hand: dict[int, tuple[set[int], _Ends | None]] = {}
-        """The parameters and gradients of each optimizer whose gradients the user unscaled, by the optimizer's ``id``.
+        """The parameters and gradients that an optimizer had when the user unscaled them, by the optimizer's ``id``.
 
-        They are those at the time of unscaling. Before the step, the user may change or replace gradients and add
-        parameters.
+        Before the step, the user may change or replace gradients and add parameters.
         """
         self._dropped: dict[int, dict[torch.device, torch.Tensor]] = {}
         """Whether gradients that the user unscaled and then cleared were not finite, by the ``id`` of the optimizer."""
@@ -117,10 +116,10 @@ class Window:
         self.ranks_differ: Callable[[], bool] = lambda: False
         """Whether ranks agree on each step, so that all of them must make the same collective calls."""
         self._habits: dict[int, tuple[str, bool]] = {}
-        """The name of the loss whose scale an optimizer's last gradients had, and whether the optimizer stepped first.
+        """What each optimizer did at its last step, by the optimizer's ``id``.
 
-        Both are kept by the optimizer's ``id``. First means first after an update of the scale. A rank that runs no
-        backward pass before a step assumes that both are as before.
+        An entry holds the name of the loss whose scale the gradients had, and whether the optimizer was the first to step
+        after an update of the scale. A rank that runs no backward pass before a step assumes that both are as before.
         """
         self.summed: list[Optimizer] = []
         """Optimizers that are being unscaled although this rank ran no backward pass for them.
@@ -696,9 +695,9 @@ class Window:
         )
 
     def let_go(self, optimizer: Optimizer | None = None) -> None:
-        """Unscale gradients and stop keeping track of them.
+        """Unscale the gradients of an optimizer, and stop keeping track of them.
 
-        They are those of an optimizer, or for None those of parameters outside the optimizers.
+        Without an optimizer, do so with the gradients of parameters that none of the optimizers updates.
         """
         if optimizer is not None:
             held = gradients.held(optimizer) if self.is_scaled(optimizer) else []

@@ -106,7 +106,10 @@ class DroppedUpdates:
         return lost / seen if seen else None
 
     def follow(self, optimizer: Optimizer, log: Callable[[Callable[[], object]], object]) -> None:
-        """Measure steps of an optimizer from now on. ``log`` is called first, with a function that ends this."""
+        """Measure steps of an optimizer from now on.
+
+        Before that, ``log`` is called with a function that stops the measuring.
+        """
         _torch.steps.subscribe(self._before, self._after, of=optimizer, log=log)
 
     # --- around a step ----------------------------------------------------------------------------------------

@@ -22,7 +22,10 @@ _WORDS = (
 
 
 def watch(log: Callable[[Callable[[], None]], object]) -> None:
-    """Record all losses that a GradScaler scales from now on. ``log`` is called first, with a function that ends this."""
+    """Record all losses that a GradScaler scales from now on.
+
+    Before that, ``log`` is called with a function that stops the recording.
+    """
     log(lambda: _torch.optimizers.scaling.remove(note))
     _torch.optimizers.scaling.add(note)
 

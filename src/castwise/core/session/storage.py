@@ -225,10 +225,10 @@ class Newcomers:
                 follow_state(optimizer, stored)
 
     def _formats_around(self, name: str) -> tuple[torch.dtype | None, torch.dtype]:
-        """Return the dtype in which the plan stores the tensors around a tensor, and the dtype they had before.
+        """Return the dtype in which the plan should store an added tensor, and the dtype it should have without the plan.
 
-        They are those of the innermost module around the tensor whose tensors are converted. If there is none, they are
-        those that all converted modules share.
+        Both are taken from the innermost module around the tensor whose tensors the plan converts. If there is no such
+        module, they are taken from all converted modules if these agree.
         """
         path = name
         while path:
