@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import torch
+from torch.cuda.amp import amp_definitely_not_available
 
 from castwise.core import _torch
 from castwise.core.casting import frames, kernels, tracing
@@ -64,6 +66,9 @@ def _resolve(
                 f"autocast({plan!r}, device_type={device_type!r}): two device types; give one of them"
             )
         plan, device_type = None, plan
+        if enabled and device_type == "cuda" and amp_definitely_not_available():
+            warnings.warn("CUDA is not available or torch_xla is imported. Disabling autocast.", stacklevel=3)
+            enabled = False
     device = device_type or default_device_type()
     if device not in DEVICE_TYPES:
         raise PlanError(

@@ -6,10 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from castwise.commands.cli import app
 
+LOOP = """\
+import torch
+from torch.amp import GradScaler, autocast
+
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cuda")
+for batch in torch.randn(100, 4, 8).cuda():
+    optimizer.zero_grad()
+    with autocast("cuda"):
+        loss = model(batch).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
 BEFORE = "from apex import amp\nfrom apex.RNN import LSTM\n\namp.init()\n"
 KEPT = (
     "castwise.compat.apex runs this script as it is written; docs/compat.md#apex lists for each name whether it works, "
@@ -54,6 +70,14 @@ def test_a_file_that_cannot_be_migrated_is_code_1_and_the_others_are_shown(tmp_p
     assert done.stderr.startswith("castwise: migrate: ")
     assert "bad.py cannot be parsed as Python: line 2" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_readme_shows_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old_script.py").write_text(LOOP)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["migrate", "old_script.py"])
+    readme = (Path(__file__).parents[4] / "README.md").read_text(encoding="utf-8")
+    assert f"$ castwise migrate old_script.py\n{done.stdout.rstrip()}\n```" in readme
 
 
 def test_no_path_and_no_such_path(tmp_path: Path) -> None:

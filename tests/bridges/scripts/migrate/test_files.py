@@ -50,7 +50,7 @@ def test_newlines_stay(tmp_path: Path, newline: str) -> None:
     assert file.read_bytes() == want.encode()
 
 
-def test_a_session_takes_the_newlines_of_its_file(tmp_path: Path) -> None:
+def test_a_swap_takes_the_newlines_of_its_file(tmp_path: Path) -> None:
     before = (Path(__file__).parent / "scripts" / "torch_gan.before.txt").read_text()
     after = (Path(__file__).parent / "scripts" / "torch_gan.after.txt").read_text()
     file = tmp_path / "train.py"
@@ -115,7 +115,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_file_in_which_nothing_changes_keeps_every_byte(tmp_path: Path) -> None:
     """Even those that LibCST does not keep."""
     (tmp_path / "train.py").write_bytes(
-        b"import torch\n\x0cwith torch.autocast('cpu'):\n    pass\n\x0cx = 1\r"
+        b"import torch\n\x0cwith torch.no_grad():\n    pass  # no autocast\n\x0cx = 1\r"
     )
     assert migrate(tmp_path).changed == ()
 
@@ -205,46 +205,80 @@ LOOP = """\
 import torch
 from torch.amp import GradScaler, autocast
 
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = GradScaler("cpu")
-for x in [torch.ones(2, 2)]:
-    with autocast("cpu", dtype=torch.float16):
-        loss = model(x).sum()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+with autocast("cpu"), torch.autocast("cpu", enabled=False):
+    pass
 """
 
 
 @pytest.mark.parametrize(
-    ("other", "session"),
+    ("other", "stays"),
     [
-        ("from train import model\n", False),
-        ("from .train import scaler as s\n", False),
-        ("import train\n", False),
-        ("from . import train\n", False),
-        ("from train import *\n", False),
-        ("from pkg.train import arguments\n", True),
-        ("print 'Python 2'\n", True),
+        ("from train import GradScaler\n", {"GradScaler"}),
+        ("from .train import autocast as a\n", {"autocast"}),
+        ("import train\ntrain.autocast\n", {"autocast"}),
+        ("from . import train\nclass Mine(train.GradScaler): pass\n", {"GradScaler"}),
+        ("from train import *\nautocast\n", {"autocast"}),
+        ("from train import *\n", set()),
+        ("import train\ntrain.main(autocast)\n", set()),
+        ("from pkg.train import arguments\n", set()),
+        ("print 'Python 2'\n", set()),
     ],
 )
-def test_what_another_script_may_import_is_not_rewritten(tmp_path: Path, other: str, session: bool) -> None:
-    """There the model would run by the plan outside of what the script shows, and the scaler would be gone."""
+def test_a_name_that_another_script_takes_over_stays(tmp_path: Path, other: str, stays: set[str]) -> None:
+    """It may derive a class from it, or recognise objects by it."""
     (tmp_path / "train.py").write_text(LOOP)
     (tmp_path / "eval.py").write_text(other)
     for path in (tmp_path, tmp_path / "train.py"):
         (result,) = migrate(path).files
-        assert result.changed is session
-        assert session or "another script may import" in result.findings[0].text
+        for name in ("GradScaler", "autocast"):
+            assert (f"torch.amp.{name} stays: other scripts import it" in str(result.findings)) is (
+                name in stays
+            )
+        swapped = [f"from torch.amp import {name}\n" for name in stays]
+        assert all(line in result.after for line in swapped)
+        assert "castwise.autocast(" in result.after
 
 
-def test_an_import_that_another_script_takes_over_stays(tmp_path: Path) -> None:
-    file = tmp_path / "train.py"
-    file.write_text(LOOP)
-    (tmp_path / "eval.py").write_text("from train import autocast\n")
-    migrate(tmp_path, write=True)
-    assert file.read_text().startswith("import torch\nfrom torch.amp import autocast\nimport castwise\n")
+def test_a_package_that_passes_all_names_on_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "train.py").write_text(LOOP)
+    (tmp_path / "tools" / "__init__.py").write_text("from .train import *\n")
+    (result,) = migrate(tmp_path).files
+    assert "from torch.amp import GradScaler, autocast\n" in result.after
+
+
+BARS = {
+    "import torch_npu\n": "it runs on a device that castwise.autocast does not have",
+    "torch.cuda.amp.autocast = mine\n": "it replaces parts of torch.amp",
+    "mock.patch('torch.amp.GradScaler.step', mine)\n": "it replaces parts of torch.amp",
+    "setattr(torch.cuda.amp, 'autocast', mine)\n": "it replaces parts of torch.amp",
+    "GradScaler.step = mine\n": "it replaces parts of torch.amp",
+    "old = scaler._unscale_grads_\nscaler._unscale_grads_ = mine\n": "it replaces private methods of GradScaler",
+    "class A:\n    def _maybe_opt_step(self): pass\n": "it replaces private methods of GradScaler",
+    "type(scaler) is torch.amp.GradScaler\n": "it compares an object's class with torch's",
+    "model = torch.jit.script(model)\n": "",  # the loop contains nothing that could be compiled
+}
+
+
+@pytest.mark.parametrize("line", BARS)
+def test_what_keeps_a_whole_program_on_torch(tmp_path: Path, line: str) -> None:
+    for folder, head in (("joined", "import train\n"), ("apart", "")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.py").write_text(LOOP)
+        (tmp_path / folder / "other.py").write_text(head + line)
+        result = next(file for file in migrate(tmp_path / folder).files if file.path.name == "train.py")
+        stays = folder == "joined" and BARS[line] != ""
+        assert result.changed is not stays
+        assert not stays or f"the program needs torch's own: {BARS[line]}" in result.findings[0].text
+
+
+def test_what_torchscript_may_compile_stays(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("import net\ntorch.jit.script(net.Net())\n")
+    (tmp_path / "net.py").write_text(f"{LOOP}\nclass Net:\n    def forward(self): pass\n")
+    (result,) = migrate(tmp_path).files
+    assert not result.changed
+    assert "TorchScript compiles it" in result.findings[0].text
 
 
 def test_one_script_of_a_program_that_uses_apex_elsewhere(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 ``files``: which files, and how they are written; :mod:`castwise.bridges.scripts.reading` reads them. ``program``: which
 of them belong together, and in which of them imports stay. ``edits``: changes collected and applied at once.
 ``dropins``: changes imports of Apex and Colossal-AI to castwise's drop-ins, which run the script unchanged; ``served``:
-the names that these have. ``torch_session``: what a script shows of torch's scaler, with its models and optimizers
-(``torch_objects``) and the order of its steps (``torch_loop``); ``torch_write``: replaces them by a castwise session.
+the names that these have. ``torch_names``: changes names of torch.amp to castwise's.
 ``rewriting``: rewrites one script completely. ``result``: the findings and their display.
 
 A change is made only if it is certain to keep the meaning of the script; everything else is left unchanged and listed.

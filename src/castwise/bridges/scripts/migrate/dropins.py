@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import libcst as cst
 
-from castwise.bridges.scripts.migrate.edits import Edits, small, statement
+from castwise.bridges.scripts.migrate.edits import Edits, small, statement, with_names
 from castwise.bridges.scripts.migrate.program import BY_NAME, Stay, named_in_text
 from castwise.bridges.scripts.migrate.served import (
     LIBRARIES,
@@ -149,7 +149,7 @@ class _DropIns:
             aliases.append(alias)
         if aliases != list(node.names):
             bound = [small(f"from castwise.compat import {library}") for library in dict.fromkeys(binds)]
-            self._put(node, [*_with_names(node, aliases), *bound])
+            self.edits.put(node, [*with_names(node, aliases), *bound])
 
     def rewrite_from(self, node: cst.ImportFrom) -> None:
         """Rewrite ``from apex import amp`` and similar imports."""
@@ -170,7 +170,7 @@ class _DropIns:
                 )
                 return
             if self._moves(node, library):
-                self._put(node, [node.with_changes(module=_dotted(here(module)))])
+                self.edits.put(node, [node.with_changes(module=_dotted(here(module)))])
             for word in sorted(self.view.words):
                 self._say_row(node, f"{here(module)}.{word}")
             return
@@ -191,22 +191,9 @@ class _DropIns:
                 )
         if (new or any(homes)) and self._moves(node, library):
             for found, aliases in homes.items():
-                rest = _with_names(node, aliases)
+                rest = with_names(node, aliases)
                 new += [each.with_changes(module=_dotted(found)) for each in rest] if found else rest
-            self._put(node, new)
-
-    def _put(self, node: cst.Import | cst.ImportFrom, new: list[cst.BaseSmallStatement]) -> None:
-        """Replace one statement by several: on separate lines, or separated by semicolons after a colon."""
-        line = self.view.parent(node)
-        alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-        if alone and self.view.suite(node) is not None:
-            assert isinstance(line, cst.SimpleStatementLine)
-            self.edits.replace(node, new[0])
-            self.edits.insert_after(line, *(cst.SimpleStatementLine([each]) for each in new[1:]))
-        else:
-            ends = [cst.MaybeSentinel.DEFAULT] * (len(new) - 1) + [node.semicolon]
-            parts = [each.with_changes(semicolon=end) for each, end in zip(new, ends, strict=True)]
-            self.edits.replace(node, cst.FlattenSentinel(parts))
+            self.edits.put(node, new)
 
     # --- uses ---------------------------------------------------------------------------------------------
 
@@ -337,15 +324,3 @@ class _DropIns:
 
 def _dotted(name: str) -> cst.BaseExpression:
     return cst.parse_expression(f"castwise.compat.{name}")
-
-
-def _with_names(
-    node: cst.Import | cst.ImportFrom, aliases: Iterable[cst.ImportAlias]
-) -> list[cst.BaseSmallStatement]:
-    """The statement with only these names; None if there are none."""
-    names = list(aliases)
-    if not names:
-        return []
-    if isinstance(node, cst.Import) or node.lpar is None:
-        names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return [node.with_changes(names=names)]

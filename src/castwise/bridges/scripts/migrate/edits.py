@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import libcst as cst
@@ -13,20 +13,30 @@ from castwise.bridges.scripts.reading.view import View
 Change = Callable[[Any], Any]
 
 
-def statement(code: str, like: cst.BaseStatement | None = None) -> cst.SimpleStatementLine:
-    """A line of code, with the comments and empty lines of the statement ``like``."""
+def statement(code: str) -> cst.SimpleStatementLine:
+    """A line of code."""
     line = cst.parse_statement(code)
     assert isinstance(line, cst.SimpleStatementLine)
-    if isinstance(like, cst.SimpleStatementLine):
-        line = line.with_changes(
-            leading_lines=like.leading_lines, trailing_whitespace=like.trailing_whitespace
-        )
     return line
 
 
 def small(code: str) -> cst.BaseSmallStatement:
     """A statement that shares its line with others."""
     return statement(code).body[0]
+
+
+def with_names(
+    node: cst.Import | cst.ImportFrom, aliases: Iterable[cst.ImportAlias]
+) -> list[cst.BaseSmallStatement]:
+    """The statement with only these names; no statement if there are none."""
+    names = list(aliases)
+    if not names:
+        return []
+    if isinstance(node, cst.Import) or node.lpar is None:
+        names[-1] = names[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    elif not isinstance(node.names, cst.ImportStar) and "#" not in cst.Module([]).code_for_node(names[-1]):
+        names[-1] = names[-1].with_changes(comma=node.names[-1].comma)
+    return [node.with_changes(names=names)]
 
 
 class Edits:
@@ -36,7 +46,6 @@ class Edits:
         self.view = view
         self.changes: dict[cst.CSTNode, Change] = {}
         self.inserted: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
-        self.dropped: set[cst.CSTNode] = set()
         self.findings: list[Finding] = []
 
     def replace(self, node: cst.CSTNode, change: Change | cst.CSTNode | cst.FlattenSentinel[Any]) -> None:
@@ -47,9 +56,18 @@ class Edits:
         """Add statements after a statement."""
         self.inserted.setdefault(place, []).extend(lines)
 
-    def drop(self, line: cst.BaseStatement) -> None:
-        """Remove a statement; its comments stay."""
-        self.dropped.add(line)
+    def put(self, node: cst.Import | cst.ImportFrom, new: list[cst.BaseSmallStatement]) -> None:
+        """Replace one statement by several: on separate lines, or separated by semicolons after a colon."""
+        line = self.view.parent(node)
+        alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+        if alone and self.view.suite(node) is not None:
+            assert isinstance(line, cst.SimpleStatementLine)
+            self.replace(node, new[0])
+            self.insert_after(line, *(cst.SimpleStatementLine([each]) for each in new[1:]))
+        else:
+            ends = [cst.MaybeSentinel.DEFAULT] * (len(new) - 1) + [node.semicolon]
+            parts = [each.with_changes(semicolon=end) for each, end in zip(new, ends, strict=True)]
+            self.replace(node, cst.FlattenSentinel(parts))
 
     def say(self, node: cst.CSTNode, kind: Kind, text: str) -> None:
         """Note something about the line of a node, once."""
@@ -59,7 +77,7 @@ class Edits:
 
     def apply(self) -> str:
         """The script with all changes applied."""
-        if not (self.changes or self.inserted or self.dropped):
+        if not (self.changes or self.inserted):
             return self.view.text
         return self.view.module.visit(_Applier(self)).code
 
@@ -68,39 +86,10 @@ class _Applier(cst.CSTTransformer):
     def __init__(self, edits: Edits) -> None:
         super().__init__()
         self.edits = edits
-        self.gone: dict[int, cst.CSTNode] = {}  # by id; the nodes are referenced, so that ids are not reused
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        edits = self.edits
-        if isinstance(original_node, (cst.IndentedBlock, cst.Module)):
-            updated_node = self._without_gone(updated_node)
-        change = edits.changes.get(original_node)
+        change = self.edits.changes.get(original_node)
         if change is not None:
             updated_node = change(updated_node)
-        if original_node in edits.dropped:
-            self.gone[id(updated_node)] = updated_node
-        extra = edits.inserted.get(original_node, [])
+        extra = self.edits.inserted.get(original_node, [])
         return cst.FlattenSentinel([updated_node, *extra]) if extra else updated_node
-
-    def _without_gone(self, block: Any) -> Any:
-        """Remove dropped statements, and move their comments to the next statement."""
-        body: list[Any] = []
-        waiting: list[cst.EmptyLine] = []
-        for node in block.body:
-            if id(node) in self.gone:
-                waiting += _comments(node)
-                continue
-            if waiting:
-                node = node.with_changes(leading_lines=[*waiting, *node.leading_lines])
-                waiting = []
-            body.append(node)
-        if len(body) == len(block.body):
-            return block
-        return block.with_changes(body=body, footer=[*waiting, *block.footer])
-
-
-def _comments(line: cst.SimpleStatementLine) -> list[cst.EmptyLine]:
-    lines = list(line.leading_lines)
-    if line.trailing_whitespace.comment is not None:
-        lines.append(cst.EmptyLine(comment=line.trailing_whitespace.comment))
-    return lines if any(empty.comment is not None for empty in lines) else []

@@ -47,7 +47,7 @@ def migrate_files(path: str | os.PathLike[str], *, write: bool) -> Migration:
     root = given if given.is_dir() else _root(given)
     others = {} if given.is_dir() else _others(given, root)
     scripts = {file: look(raw) for file, raw in {**raws, **others}.items()} if texts else {}
-    exported, stays = _imported_names(scripts.values()), staying(scripts, root)
+    exported, stays = _imported_names(scripts), staying(scripts, root)
     for file, (text, _) in texts.items():
         module = file.parent.name if file.stem == "__init__" else file.stem
         result = _one(file, text, frozenset(exported.get(module, ())), stays[file])
@@ -84,14 +84,16 @@ def _others(given: Path, root: Path) -> dict[Path, bytes]:
     return others
 
 
-def _imported_names(scripts: Iterable[Script]) -> dict[str, set[str]]:
-    """The names that scripts import from modules, by the last part of the module's name; ``*`` if it may be any name."""
+def _imported_names(scripts: Mapping[Path, Script]) -> dict[str, set[str]]:
+    """The names that scripts use from modules, by the last part of the module's name; ``*`` if it may be any name."""
     names: dict[str, set[str]] = defaultdict(set)
-    for each in (each for script in scripts for each in script.imports):
-        last = each.module.rpartition(".")[2]
-        names[last].update(each.names or "*")
-        for name in each.names:
-            names[name].add("*")  # a module, perhaps
+    for file, script in scripts.items():
+        for each in script.imports:
+            uses_all = "*" in each.names and file.stem != "__init__"
+            names[each.module.rpartition(".")[2]].update(script.words - {"*"} if uses_all else each.names)
+        for dotted in script.reached:
+            module, _, name = dotted.rpartition(".")
+            names[module.rpartition(".")[2]].add(name)
     return names
 
 

@@ -21,6 +21,25 @@ _CODE = re.compile(
     re.MULTILINE,
 )
 _INSTALL = "castwise.compat.install"
+_AMP = rb"torch\.(?:cuda\.|cpu\.)?(?:amp\b|autocast\b)"
+_BARS = {
+    "it runs on a device that castwise.autocast does not have": re.compile(
+        rb"\b(torch_(xla|npu|mlu|musa|gcu|directml)|habana_frameworks)\b"
+    ),
+    "it replaces parts of torch.amp": re.compile(
+        rb"(setattr|patch|patch\.object)\(\s*[\"']?%b|(%b|\b(GradScaler|autocast)\.)[\w.]*\s*=[^=]"
+        % (_AMP, _AMP)
+    ),
+    "it compares an object's class with torch's": re.compile(
+        rb"(type\([^()\n]*\)|__class__) *(==|!=|is|in|not in)\b.*\b(GradScaler|autocast)\b|(==|!=|is|is not) *%b"
+        % _AMP
+    ),
+    "it replaces private methods of GradScaler": re.compile(
+        rb"(def|\.)\s*(_unscale_grads_|_maybe_opt_step|_lazy_init_scale_growth_tracker|_check_scale_growth_tracker)(\(self|\s*=[^=])"
+    ),
+}
+"""What bars a program from using castwise's autocast and GradScaler in place of torch's, with the text that shows it."""
+_SCRIPTED, _FORWARD = re.compile(rb"\bjit\.script(_method)?\b"), re.compile(rb"def forward\b|\bjit\b")
 _STARTS = re.compile(r"__main__$|initialize|launch|convert_to_")
 """Matches text of scripts that are started directly, and not of configurations or imported modules."""
 
@@ -52,6 +71,9 @@ class Script:
             second argument, as in ``apex.amp.initialize()``.
         asked: Modules of libraries with a drop-in that are imported, or searched for, by a string.
         installed: Libraries in calls of ``castwise.compat.install()``.
+        bar: Why its program keeps torch.amp's own classes; empty if it need not.
+        scripts: Whether it compiles with TorchScript, which knows only torch's own autocast.
+        scripted: Whether TorchScript may compile code of it.
     """
 
     imports: tuple[Imported, ...] = ()
@@ -59,6 +81,9 @@ class Script:
     reached: frozenset[str] = frozenset()
     asked: frozenset[str] = frozenset()
     installed: frozenset[str] = frozenset()
+    bar: str = ""
+    scripts: bool = False
+    scripted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +125,8 @@ def look(source: bytes) -> Script:
             names = tuple(alias.name for alias in node.names)
             imports.append(Imported(node.module or "", node.level, names, id(node) in in_try))
             words.update(names)
-            if not node.level:
-                means.update({
-                    alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
-                })
+            home = "." * node.level + (node.module or "")
+            means.update({alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names})
         elif isinstance(node, ast.Name):
             words.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -128,8 +151,10 @@ def look(source: bytes) -> Script:
     asked |= texts if "sys.modules" in reached else set(_asked(calls))
     asked = {name for name in asked if library_of(name) in LIBRARIES}
     return Script(
-        tuple(imports), frozenset(words), frozenset(reached - {""}), frozenset(asked), frozenset(installed)
-    )
+        tuple(imports), frozenset(words), frozenset(reached - {""}), frozenset(asked), frozenset(installed),
+        bar=next((why for why, text in _BARS.items() if text.search(source)), ""),
+        scripts=bool(_SCRIPTED.search(source)), scripted=bool(_FORWARD.search(source)),
+    )  # fmt: skip
 
 
 def _dotted(node: ast.expr, means: Mapping[str, str]) -> str:
@@ -244,7 +269,12 @@ def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping
         why = _why_others_find_apex(together, bool(outside & group))
         started = {file for file in group if not importers[file] and _is_started(scripts[file])}
         installed = {library for script in together for library in script.installed}
+        bar = next((script.bar for script in together if script.bar), "")
+        scripts_ = any(script.scripts for script in together)
         for file in group:
+            if bar or (scripts_ and scripts[file].scripted):
+                why_torch = bar or "TorchScript compiles it, and knows only torch's own autocast"
+                stays[file]["torch"] = Stay("lacks", f"the program needs torch's own: {why_torch}")
             if lacking:
                 stays[file]["colossalai"] = Stay("lacks", lacking)
             if why and (file in started or not started):

@@ -11,7 +11,7 @@ from castwise.bridges.scripts.migrate.dropins import rewrite_imports
 from castwise.bridges.scripts.migrate.edits import Edits
 from castwise.bridges.scripts.migrate.program import Stay
 from castwise.bridges.scripts.migrate.result import Finding
-from castwise.bridges.scripts.migrate.torch_write import rewrite_session
+from castwise.bridges.scripts.migrate.torch_names import swap_names
 from castwise.bridges.scripts.reading.view import View
 
 
@@ -42,5 +42,5 @@ def rewrite(
         why = "the name castwise is used for something else here, so nothing is rewritten"
         return text, [Finding(1, "left", why)]
     rewrite_imports(edits, stays)
-    rewrite_session(edits, exported)
+    swap_names(edits, exported, stays.get("torch"))
     return edits.apply(), sorted(edits.findings)

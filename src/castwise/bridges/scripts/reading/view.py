@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -66,11 +65,6 @@ class View:
             node.value for node in self.nodes if isinstance(node, cst.Name) and self.scope(node) is not None
         }
         """Names of variables, everywhere: not attribute names or argument keywords."""
-        self.strings = {
-            value
-            for node in self.nodes
-            if isinstance(node, cst.SimpleString) and (value := text(node)) is not None
-        }
 
     @functools.cached_property
     def calls(self) -> list[tuple[cst.Call, str]]:
@@ -93,11 +87,6 @@ class View:
         start = self._positions[node].start
         return start.line, start.column
 
-    def end(self, node: cst.CSTNode) -> tuple[int, int]:
-        """Line and column where a node ends."""
-        end = self._positions[node].end
-        return end.line, end.column
-
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """The node around a node."""
         return self._parents.get(node)
@@ -117,30 +106,12 @@ class View:
         parent = self.parent(self.statement(node))
         return parent if isinstance(parent, (cst.IndentedBlock, cst.Module)) else None
 
-    def index(self, node: cst.CSTNode) -> int:
-        """The index in its block of the statement that contains a node."""
-        suite = self.suite(node)
-        assert suite is not None
-        statement = self.statement(node)
-        return next(i for i, other in enumerate(suite.body) if other is statement)
-
     def function(self, node: cst.CSTNode) -> cst.CSTNode:
         """The function, lambda, class or module whose code contains a node."""
         for outer in self.around(node):
             if isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.Module)):
                 return outer
         return self.module
-
-    def small(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The statement that contains a node; of several on one line, only that one."""
-        kinds = (cst.BaseSmallStatement, cst.BaseStatement)
-        return next(outer for outer in (node, *self.around(node)) if isinstance(outer, kinds))
-
-    def is_alone(self, node: cst.CSTNode) -> bool:
-        """Whether the statement of a node is alone on its line."""
-        line = self.statement(node)
-        simple = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-        return simple and self.suite(line) is not None
 
     def targets(self, statement: cst.CSTNode | None) -> list[cst.BaseExpression]:
         """The targets of an assignment; empty for anything else."""
@@ -174,46 +145,6 @@ class View:
         return sorted(
             found, key=lambda item: self.position(item.node) if isinstance(item, meta.Assignment) else (0, 0)
         )
-
-    def is_within(self, inner: meta.Scope | None, outer: meta.Scope | None) -> bool:
-        """Whether code of the scope ``inner`` sees the variables of ``outer``."""
-        while inner is not None and inner is not outer:
-            inner = None if inner.parent is inner else inner.parent
-        return inner is not None
-
-    def assigned_value(self, item: meta.BaseAssignment) -> cst.BaseExpression | None:
-        """The right side of ``name = value``; None for any other kind of binding."""
-        if not isinstance(item, meta.Assignment):
-            return None
-        target = self.parent(item.node)
-        statement = None if target is None else self.parent(target)
-        if (
-            isinstance(target, cst.AssignTarget)
-            and isinstance(statement, cst.Assign)
-            and len(statement.targets) == 1
-        ):
-            return statement.value
-        return None
-
-    def number(self, node: cst.BaseExpression) -> float | None:
-        """A literal number, as ``65536.`` or ``2 ** 16``; None for anything else."""
-        code = self.code(node).strip("() ")
-        power = re.fullmatch(r"([\d.]+) *\*\* *(\d+)(?:\.0*)?", code)
-        try:
-            value = float(power[1]) ** int(power[2]) if power else ast.literal_eval(code)
-        except (SyntaxError, ValueError, OverflowError):
-            return None
-        return value if type(value) in (int, float) else None
-
-    def is_fixed(self, node: cst.BaseExpression) -> bool:
-        """Whether an expression is a literal string, or a name or attribute that nothing in the script rebinds."""
-        if isinstance(node, cst.SimpleString):
-            return True
-        name = root(node)
-        if name is None or len(self.bindings(name)) != 1:
-            return False
-        targets = [other.target for other in self.nodes if isinstance(other, cst.AssignTarget)]
-        return isinstance(node, cst.Name) or self.code(node) not in map(self.code, targets)
 
 
 def inside(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

@@ -1,0 +1,52 @@
+"""castwise's autocast and GradScaler with the arguments of ``torch.cuda.amp`` and ``torch.cpu.amp``, which name no device.
+
+``cuda`` and ``cpu`` have the names of these modules. Their classes pass ``isinstance`` for castwise's and for torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+import castwise
+from castwise import Plan
+
+__all__ = ["DeviceAutocast", "DeviceScaler"]
+
+
+class DeviceAutocast(castwise.autocast):
+    """A :class:`castwise.autocast` of one device type.
+
+    Args:
+        enabled: False makes an fp32 block.
+        dtype: As in torch, or a plan as in :class:`castwise.autocast`.
+        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends.
+    """
+
+    DEVICE: ClassVar[str]
+
+    def __init__(self, enabled: bool, dtype: torch.dtype | Plan | str, cache_enabled: bool) -> None:
+        if isinstance(dtype, torch.dtype):
+            super().__init__(self.DEVICE, dtype, enabled, cache_enabled)
+        else:
+            super().__init__(dtype, None, enabled, cache_enabled, device_type=self.DEVICE)
+
+
+class DeviceScaler(castwise.GradScaler):
+    """A :class:`castwise.GradScaler` of one device type; ``extras`` are its arguments that torch does not have."""
+
+    DEVICE: ClassVar[str]
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        **extras: Any,
+    ) -> None:
+        super().__init__(
+            self.DEVICE, init_scale, growth_factor, backoff_factor, growth_interval, enabled, **extras
+        )
