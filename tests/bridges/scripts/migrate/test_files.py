@@ -249,7 +249,8 @@ def test_a_package_that_passes_all_names_on_keeps_them(tmp_path: Path) -> None:
 
 
 BARS = {
-    "import torch_npu\n": "it runs on a device that castwise.autocast does not have",
+    "import torch_npu\n": "it names a device that castwise.autocast does not have",
+    "device = 'hpu:0' if args.hpu else 'cuda'\n": "it names a device that castwise.autocast does not have",
     "torch.cuda.amp.autocast = mine\n": "it replaces parts of torch.amp",
     "mock.patch('torch.amp.GradScaler.step', mine)\n": "it replaces parts of torch.amp",
     "setattr(torch.cuda.amp, 'autocast', mine)\n": "it replaces parts of torch.amp",

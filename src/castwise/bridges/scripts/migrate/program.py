@@ -23,8 +23,8 @@ _CODE = re.compile(
 _INSTALL = "castwise.compat.install"
 _AMP = rb"torch\.(?:cuda\.|cpu\.)?(?:amp\b|autocast\b)"
 _BARS = {
-    "it runs on a device that castwise.autocast does not have": re.compile(
-        rb"\b(torch_(xla|npu|mlu|musa|gcu|directml)|habana_frameworks)\b"
+    "it names a device that castwise.autocast does not have": re.compile(
+        rb"\b(torch_(xla|npu|mlu|musa|gcu|directml)|habana_frameworks)\b|[\"'](xla|npu|mlu|musa|hpu|mtia)[\"':]"
     ),
     "it replaces parts of torch.amp": re.compile(
         rb"(setattr|patch|patch\.object)\(\s*[\"']?%b|(%b|\b(GradScaler|autocast)\.)[\w.]*\s*=[^=]"

@@ -142,13 +142,11 @@ def _uses(view: View) -> Iterator[_Use]:
         if not isinstance(node, (cst.Name, cst.Attribute)):
             continue
         parent = view.parent(node)
-        if isinstance(parent, cst.Attribute) and parent.attr is node:
+        names = SWAPS.keys() & view.origins(node)
+        if not names or (isinstance(parent, cst.Attribute) and parent.attr is node):
             continue
-        found = view.origins(node)
         around = list(view.around(node))
-        if not SWAPS.keys() & found or any(
-            isinstance(outer, (cst.Import, cst.ImportFrom, cst.Annotation)) for outer in around
-        ):
+        if any(isinstance(outer, (cst.Import, cst.ImportFrom, cst.Annotation)) for outer in around):
             continue
         is_bound = (
             isinstance(parent, (cst.AssignTarget, cst.AnnAssign, cst.Del))
@@ -159,7 +157,7 @@ def _uses(view: View) -> Iterator[_Use]:
         why = "the script replaces it" if is_bound else _why(view, node, around)
         if isinstance(node, cst.Attribute) and not _is_imported(view, node):
             why = "the script may give the name before it another meaning"
-        for name in sorted(SWAPS.keys() & found):
+        for name in sorted(names):
             yield _Use(node, name, why)
 
 
