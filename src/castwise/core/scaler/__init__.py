@@ -20,10 +20,11 @@ from castwise.core.scaler.buffers import Buffers
 from castwise.core.scaler.foreign import from_apex, from_colossalai, to_apex, to_colossalai
 from castwise.core.scaler.grad_scaler import GradScaler
 from castwise.core.scaler.gradients import add_up, check_and_multiply, set_aside
+from castwise.core.scaler.nested import inside
 from castwise.core.scaler.result import StepResult
 from castwise.core.scaler.state import ScalePolicy, ScaleState, next_state
 from castwise.core.scaler.step_guard import StepGuard
-from castwise.core.scaler.watch import Watch, inside, watch_closure
+from castwise.core.scaler.watch import Watch, watch_closure
 from castwise.core.scaler.window import Window
 
 __all__ = [

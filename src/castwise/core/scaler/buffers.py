@@ -72,6 +72,8 @@ class Buffers:
         self._kept: list[weakref.ref[KeptBuffers]] = []
         self._counts: Counter[str] = Counter()
         self._unread: dict[tuple[str, ...], Tensor] = {}
+        self.look_at_weights: Callable[[], object] = int
+        """Restores weights that were written from gradients that are not finite."""
         self.before_forward: Callable[[], object] = int
         """A function to call before a forward, which restores buffers if gradients were checked and then not used."""
 
@@ -187,6 +189,7 @@ class KeptBuffers:
         To be called at the start of each uncompiled forward of the whole model.
         """
         session = self._session
+        session.look_at_weights()
         if self._is_bare and self._layout == (_registered, sum(map(len, self._tables))):
             self.seen = session.rounds
             return

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from castwise.core import _torch
 from castwise.core.scaler import gradients
 from castwise.core.scaler.closure import ClosureStep
+from castwise.core.scaler.nested import inside
 from castwise.core.scaler.result import StepResult, read_on_host
 from castwise.core.scaler.step_guard import StepGuard, hand_over, take_back
 from castwise.core.scaler.window import Window
@@ -126,7 +127,11 @@ class Watch:
     def _owner(self, optimizer: Optimizer) -> Optimizer:
         """Return the prepared optimizer: the given one, or the one around it."""
         around = self._around.get(id(optimizer), lambda: None)()
-        return optimizer if around is None else around
+        if around is not None or optimizer in _watches:
+            return optimizer if around is None else around
+        # an optimizer that took over the attributes of a prepared one took its hooks, too
+        known = self._window.optimizers
+        return next((one for one in known if one.param_groups is optimizer.param_groups), optimizer)
 
     def refuse_strangers(self, log: _Log) -> None:
         """Make steps of optimizers that are not prepared raise if their gradients are multiplied by the loss scale.
@@ -178,11 +183,12 @@ class Watch:
         around = _closure_steps.get(id(owner))
         if id(owner) in self._stepping or (owner is not optimizer and around is not None and around.failed):
             return None
+        within = id(optimizer) in self._window.hidden  # of its own step, which calls that of its base class
         self._unhide(optimizer)
         _closure_steps.pop(id(optimizer), None)
         closure = _torch.steps.closure_of(args, kwargs)
         if closure is None:
-            self._guard(owner, optimizer)
+            self._guard(owner, optimizer, within=within)
             return None
         return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
@@ -214,7 +220,13 @@ class Watch:
         self._window.sync(optimizer)
 
     def _guard(
-        self, optimizer: Optimizer, by: Optimizer, *, again: bool = False, zeros: bool = False
+        self,
+        optimizer: Optimizer,
+        by: Optimizer,
+        *,
+        again: bool = False,
+        zeros: bool = False,
+        within: bool = False,
     ) -> bool | None:
         """Check the gradients of a prepared optimizer before a step that other code makes.
 
@@ -223,6 +235,7 @@ class Watch:
             by: The optimizer that steps: the prepared one, or one inside it.
             again: Whether the gradients will be computed again if they are not finite, so that no step is skipped yet.
             zeros: Whether to replace non-finite gradients by zeros instead of removing them, if ``again`` is false.
+            within: Whether the step is part of a step that is skipped already.
 
         Returns:
             Whether a gradient is not finite, so that all were removed or replaced; None if only the device knows.
@@ -279,8 +292,9 @@ class Watch:
             scaler._flags.forget(optimizer)
         else:
             return False
+        torn = not again and window.written.begin_step(optimizer)
         window.no_look_at_step(optimizer)
-        bad = read_on_host(flags.values())
+        bad = torn or read_on_host(flags.values())
         if bad is None and not _torch.optimizers.takes_flag(by):
             bad = any(flag.item() for flag in flags.values())
         if bad:
@@ -291,10 +305,11 @@ class Watch:
             for parameter in params:
                 parameter.grad = None
             return True
-        window.skips += bool(bad)
+        within = within or (by is not optimizer and id(optimizer) in window.hidden)
+        window.skips += bool(bad) and not (within or window.written.is_counted(optimizer))
         if bad is not None:
             window.buffers.end_window(optimizer)
-        if unscaled:
+        if unscaled and not within:
             scaler.note_outcome(optimizer, bad)
         if bad is None:
             hand_over(by, gradients.largest([*flags.values()], scaler.scale_tensor().device))
@@ -320,23 +335,6 @@ class Watch:
         for parameter, grad in self._window.hidden.pop(id(optimizer), ()):
             if whole or parameter.grad is None:
                 parameter.grad = grad
-
-
-def inside(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers inside an optimizer, at any depth, that update some of its parameters.
-
-    An example is the optimizer inside SAM.
-    """
-    own, found = set(map(id, gradients.stored(optimizer))), [optimizer]
-    for outer in found:
-        found += [
-            each
-            for each in vars(outer).values()
-            if isinstance(each, Optimizer)
-            and all(each is not known for known in found)
-            and not own.isdisjoint(map(id, gradients.stored(each)))
-        ]
-    return found[1:]
 
 
 _torch.tensors.never_trace(Watch._before_step)

@@ -19,8 +19,10 @@ from castwise.core.scaler.cleared import Cleared
 from castwise.core.scaler.grad_scaler import STEPPED, GradScaler
 from castwise.core.scaler.held import Held
 from castwise.core.scaler.losses import DEFAULT
+from castwise.core.scaler.nested import inside
 from castwise.core.scaler.result import StepResult, peek, read_on_host
 from castwise.core.scaler.step_guard import StepGuard, take_back
+from castwise.core.scaler.written import Written
 from castwise.errors import LossScaleError, NonFiniteError, StateError
 
 _Ends = tuple[TensorWeakRef, TensorWeakRef]
@@ -58,6 +60,12 @@ class Window:
         self.buffers = Buffers() if buffers is None else buffers
         before = weakref.WeakMethod(self._put_back_unstepped)
         self.buffers.before_forward = lambda: (look := before()) and look()
+        self.written = Written(
+            lambda optimizer: bool(inside(optimizer)),
+            scaler._unscaling.agreed,
+            lambda optimizer: self.sync(optimizer),
+        )
+        self.buffers.look_at_weights = self.written.look
         self._optimizers = optimizers
         self._strays = strays
         self._stray: Held | None = None
@@ -171,6 +179,7 @@ class Window:
         """Restore buffers if gradients were checked, were not finite, and the user made no step with them."""
         if not self.scaler.works or not (self._dropped or self.scaler._flags.states):
             return
+        self.written.look()
         states = [
             state for state in self.scaler._flags.states.values() if state["stage"] is OptState.UNSCALED
         ]
@@ -205,6 +214,7 @@ class Window:
             bad = read_on_host(flags.values())
             if bad is not False:
                 found[key] = flags
+                self.written.note_counted(key)
                 self.count(StepResult(list(flags.values()), send=False), skips=not self.evaluates)
                 if bad and isinstance(self.scaler, StepGuard):
                     self.scaler.note_given_up(optimizer)
@@ -432,6 +442,8 @@ class Window:
             self._look_again(optimizer)
         if by_hand:
             self._look_at_step(optimizer)
+            if scaler.works:
+                self.written.note_unscaled(optimizer, scaler._flags.of((optimizer,)), wait=self.scales)
 
     def note_norm(
         self, optimizers: Iterable[Optimizer], norm: torch.Tensor, *, by_hand: bool = False
@@ -566,7 +578,10 @@ class Window:
         self._cleared.pop(id(optimizer), None)
         self.stepping.add(id(optimizer))
         try:
-            result = self.scaler.take(optimizer, closure)
+            if closure is None and self.written.begin_step(optimizer):
+                result = self._skip(optimizer)
+            else:
+                result = self.scaler.take(optimizer, closure)
             if self.scales:
                 self._owners.pop(id(optimizer), None)
                 self._habits[id(optimizer)] = self.scaler._losses.current.name, not self.stepped
@@ -585,8 +600,19 @@ class Window:
             if self.scales:
                 self.settled = self.scaler.asked = False
         if result is not STEPPED:
-            self.count(result)
+            self.count(result, skips=not self.written.is_counted(optimizer))
         self.buffers.end_window(optimizer)
+        return result
+
+    def _skip(self, optimizer: Optimizer) -> StepResult:
+        """Skip a step although its gradients are finite; they do not count as an overflow."""
+        if not self.scaler._flags.is_unscaled(optimizer):
+            self.scaler.unscale_(optimizer)
+        state = self.scaler._flags.states[id(optimizer)]
+        found = state["found_inf_per_device"]
+        state["found_inf_per_device"] = {device: torch.ones_like(flag) for device, flag in found.items()}
+        result = self.scaler.take(optimizer)
+        state["found_inf_per_device"] = found
         return result
 
     def _remember(self, optimizer: Optimizer) -> None:

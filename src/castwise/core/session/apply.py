@@ -24,6 +24,7 @@ from castwise.core.model.resolve import Resolution
 from castwise.core.parallel import fsdp
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan
+from castwise.core.scaler import inside
 from castwise.core.session import bypass, storage
 from castwise.core.session.fused import check_updates, fuse
 from castwise.core.session.undo import UndoLog
@@ -193,7 +194,9 @@ def _refuse_unfrozen(
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, *_: object) -> None:
     """Raise if an optimizer without masters is about to update bf16 or fp16 parameters whose plan requires masters."""
     model = reference()
-    if model is None or masters.attachment_of(optimizer) is not None:
+    if model is None or any(
+        masters.attachment_of(one) is not None for one in (optimizer, *inside(optimizer))
+    ):
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():

@@ -25,6 +25,7 @@ from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import shown, some
 from castwise.core.ranks import ALONE
+from castwise.core.scaler import inside
 from castwise.core.session.fused import check_fused
 from castwise.core.session.inventory import Holding, Inventory
 from castwise.core.session.members import Members
@@ -141,6 +142,8 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
                 f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
                 "the optimizer inside it"
             )
+        if plan.keeps_masters:
+            check_groups(holding, plan)
         if plan.keeps_masters and holding.is_zero:
             raise StateError(
                 f"prepare: {kind} steps a separate optimizer on this rank's share of the parameters, which would bypass "
@@ -151,6 +154,23 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
             )
         if plan.optimizer == "fused":
             check_fused(holding.optimizer)
+
+
+def check_groups(holding: Holding, plan: Plan) -> None:
+    """Check that an optimizer around others shares its groups with them, so that they get its masters.
+
+    Raises:
+        StateError: One inside updates the same parameters in groups of its own.
+    """
+    groups = set(map(id, holding.optimizer.param_groups))
+    for inner in inside(holding.optimizer):
+        if groups.isdisjoint(map(id, inner.param_groups)):
+            kind = type(inner).__name__
+            raise StateError(
+                f"prepare: {holding.kind} holds its parameters in groups of its own, not in those of the {kind} inside it, which "
+                f"would not get the fp32 masters of the plan {plan}. Prepare the {kind} instead, and step by {holding.kind} as before: "
+                "amp.unscale_(inner), then outer.step(); or use a plan that keeps parameters in fp32, such as 'bf16-mixed'."
+            )
 
 
 def check_in_backward(found: Inventory, plan: Plan) -> None:
