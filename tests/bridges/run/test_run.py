@@ -135,29 +135,67 @@ for _ in range(4):
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "first", "plan", "said", "by_plan"),
-    [
-        ("model.loss(i)", "", "bf16-mixed", "Net trains under bf16-mixed, from the second call of its forward on", True),
-        ("model.loss(i)", "", "fp16-mixed", "Net trains under fp16-mixed, from the second call of its forward on", True),
-        ("model.loss(i)", "", "bf16-master", "Net runs as it would without castwise: its first call is model.forward(...)", False),
-        ("model.loss(i)", "model(torch.arange(9))", "bf16-mixed", "but the prepared Net was not called, so", False),
-        ("nn.functional.cross_entropy(model(i), i)", "", "bf16-mixed", "Net trains under bf16-mixed\n", True),
-    ],
-)  # fmt: skip
-def test_a_model_that_is_called_past_its_hooks_runs_by_the_plan_or_is_told(
-    call: str, first: str, plan: str, said: str, by_plan: bool, tmp_path: Path
+CALLED = "nn.functional.cross_entropy(model(i), i)"
+PAST = {
+    "forward": CALLED.replace("model(", "model.forward("),
+    "a method that calls forward": "model.loss(i)",
+    "the function of the class": CALLED.replace("model(i)", "Net.forward(model, i)"),
+    "the call of the class": CALLED.replace("model(i)", "nn.Module.__call__(model, i)"),
+    "a method that was taken before": CALLED.replace("model(", "taken("),
+    "within an object": CALLED.replace("model(", "holder.run("),
+    "within a wrapper": CALLED.replace("model(", "wrapper.module.forward("),
+    "a wrapper's own forward": CALLED.replace("model(", "wrapper.forward("),
+    "checkpointed": CALLED.replace(
+        "model(i)", "torch.utils.checkpoint.checkpoint(model.forward, i, use_reentrant=False)"
+    ),
+    "functionally": CALLED.replace(
+        "model(i)", "torch.func.functional_call(model, dict(model.named_parameters()), i)"
+    ),
+    "after calls": CALLED.replace("model(", "(model if _ < 2 else model.forward)("),
+}
+HOLDERS = """
+class Holder:
+    def run(me, i): return model.forward(i)
+class Wrapper(nn.Module):
+    def __init__(me): super().__init__(); me.module = model
+    def forward(me, i): return me.module.forward(i)
+taken, holder, wrapper = model.forward, Holder(), Wrapper()
+"""
+
+
+@each_value(2)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("way", PAST)
+def test_a_model_that_is_called_past_its_hooks_trains_by_the_plan(
+    way: str, plan: str, tmp_path: Path
 ) -> None:
-    """Not what the module inside of it that is called first has to do with the plan."""
-    text = PAST_HOOKS.replace("CALL", call).replace("FIRST", first)
-    (tmp_path / "train.py").write_text(text)
+    """As if it were called, and as one model: not each module inside of it by itself."""
+    (tmp_path / "train.py").write_text(PAST_HOOKS.replace("CALL", PAST[way]).replace("FIRST", HOLDERS))
     process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
-    found = _printed(process).split()
-    assert said in process.said("err")
-    assert "BatchNorm" not in process.said("err")
-    plain = python(tmp_path, text).split()
-    assert (found != plain) is by_plan
-    assert (found[0] == plain[0]) is (call == "model.loss(i)")
+    found = _printed(process)
+    assert process.said("err").count("trains under") == 1
+    called = PAST_HOOKS.replace("CALL", CALLED).replace("FIRST", "")
+    assert found == run(tmp_path, called, "--plan", plan, "train.py") != python(tmp_path, called)
+
+
+UNSEEN = {
+    "its weights by hand": "nn.functional.cross_entropy(model.table.weight[i] @ model.core @ model.table.weight.t(), i)",
+    "compiled past it": CALLED.replace("model(", "compiled("),
+}
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_a_model_that_no_call_shows_is_told(way: str, tmp_path: Path) -> None:
+    text = PAST_HOOKS.replace("CALL", UNSEEN[way])
+    text = text.replace("FIRST", "compiled = torch.compile(model.forward, backend='eager')")
+    (tmp_path / "train.py").write_text(text)
+    process = Forked(main, ["run", "train.py"], tmp_path, tmp_path / "ran")
+    assert _printed(process) == python(tmp_path, text)
+    assert process.said("err").startswith(
+        "castwise run: SGD steps as it would without castwise: it updates parameters that no call of a module used. A module runs "
+        "under the plan when it or its forward is called: call model(...), not a method that computes from the parameters "
+        "themselves, and compile the model, not model.forward\n"
+    )
 
 
 WHOLE = """
@@ -311,9 +349,50 @@ print(m.weight.dtype, m.weight.double().sum().item())
     assert found.startswith("torch.float32 ")
 
 
+ARRIVED = """
+import torch
+torch.manual_seed(0)
+m = torch.nn.Linear(8, 4).bfloat16()
+o = torch.optim.SGD(m.parameters(), 0.1)
+for _ in range(3):
+    loss = CALL(torch.randn(16, 8).bfloat16()).float().square().mean()
+    loss.backward()
+    o.step()
+    o.zero_grad()
+    print(loss.item(), m.weight.dtype)
+"""
+
+
+@each_value()
+@pytest.mark.parametrize("call", ["m", "m.forward"])
+@pytest.mark.parametrize("plan", ["fp32", *PLANS[:3], "bf16-true"])
+def test_an_arrival_in_bf16_is_told(plan: str, call: str, tmp_path: Path) -> None:
+    """In the same words however the model is called; a plan that stores parameters low takes it as it is."""
+    text = ARRIVED.replace("CALL", call)
+    (tmp_path / "train.py").write_text(text)
+    process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
+    found = _printed(process)
+    if plan.endswith(("master", "true")):
+        assert process.said("err") == f"castwise run: Linear trains under {plan}\n"
+        assert found.count("torch.bfloat16") == 3
+        return
+    assert found == python(tmp_path, text)
+    why = (
+        f"prepare: the plan {plan} keeps parameters in fp32, but weight, bias are stored in bf16: their updates and gradients would be "
+        "bf16. castwise run --widen stores them in fp32, which takes 72 B more for the weights, and as much again for their "
+        "gradients and for each state tensor of the optimizer; or use the plan 'bf16-master' (fp32 masters in the optimizer)."
+    )
+    assert (
+        process.said("err").splitlines()[0]
+        == f"castwise run: Linear runs as it would without castwise: {why}"
+    )
+
+
 @each_value()
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("way", ["m(x.bfloat16())", "m(x.to(m.weight.dtype))", "c(input=x.bfloat16())"])
+@pytest.mark.parametrize(
+    "way", ["m(x.bfloat16())", "m(x.to(m.weight.dtype))", "c(input=x.bfloat16())", "m.forward(x.bfloat16())"]
+)
 def test_inputs_that_a_script_casts_for_its_model_are_taken_by_the_widened_one(
     way: str, plan: str, tmp_path: Path
 ) -> None:

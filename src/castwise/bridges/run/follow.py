@@ -15,13 +15,12 @@ A model or optimizer that cannot be trained under the plan is reported once, and
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import inspect
 import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,8 +32,9 @@ from castwise.core import _torch
 from castwise.core.casting import frames
 from castwise.core.casting.trees import map_tensors
 from castwise.core.masters import model_param_of
+from castwise.core.masters.sync import sync
 from castwise.core.model.arrival import low_tensors, widen_for
-from castwise.core.model.borders import Border, Door, root_of, strip
+from castwise.core.model.borders import Border, Door, door_of, root_of, strip
 from castwise.core.parallel import wrappers
 from castwise.core.plans.formats import LOW, LOW_DTYPES
 from castwise.core.plans.plan import Plan
@@ -99,7 +99,12 @@ class Follower:
         """
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules of all models that were prepared, or that run as they would without castwise."""
+        self._widened: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models whose inputs are cast to fp32, since they were widened under a plan without low formats."""
+        self._judged: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers that have stepped."""
         self._undo: list[Callable[[], None]] = []
+        self._forwards = _torch.hooks.Forwards(self._forward)
         self._grad_scale: float | None = None
         """The loss scale at which ``torch.autograd.grad`` gave finite gradients, or None if no such scale is known."""
         self._seeks = 0
@@ -111,11 +116,12 @@ class Follower:
     def begin(self) -> None:
         """Start detecting the models, optimizers and backward passes of the script."""
         self._begun = True
+        self._forwards.begin()
         wrappers.on_ddp(self._meet_ddp)
         self._undo = [
             _torch.optimizers.after_optimizers(self._meet_optimizer), _torch.hooks.before_calls(self._meet), _torch.autograd.around_backward(self._backward),
             _torch.steps.subscribe(self._begin_step, self._end_step),
-            _torch.hooks.around_scripting(_without_hooks),
+            _torch.hooks.around_scripting(self._without_hooks), self._forwards.end,
         ]  # fmt: skip
         if self.plan.loss_scale is not None:
             for home, names, around in (
@@ -177,6 +183,15 @@ class Follower:
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         self._stepping = optimizer
+        if optimizer not in self._judged:
+            held = _held_by(optimizer)
+            if all(held.isdisjoint(_held_by(known)) for known in self._optimizers.values()):
+                self._judged.add(optimizer)
+                self._meet_optimizer(optimizer)
+                self._once(
+                    f"{type(optimizer).__name__} made its first step as it would without castwise: it does not call "
+                    "Optimizer.__init__, so it was detected then"
+                )
         amp = self._scaling
         if amp is not None and _torch.autograd.graph_task_id() != -1 and optimizer in self._joined.values():
             self._hide()
@@ -185,6 +200,19 @@ class Follower:
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
+        if optimizer not in self._judged:
+            self._judged.add(optimizer)
+            seen = {id(p) for module in self._known for p in module.parameters(recurse=False)}
+            held = _held_by(optimizer)
+            if seen.isdisjoint(held):
+                self._left_alone[
+                    f"{type(optimizer).__name__} updates parameters that no call of a module used"
+                ] = None
+                self._once(
+                    f"{type(optimizer).__name__} steps as it would without castwise: it updates parameters that no call of a module "
+                    "used. A module runs under the plan when it or its forward is called: call model(...), not a method that computes "
+                    "from the parameters themselves, and compile the model, not model.forward"
+                )
 
     def _join(self) -> None:
         """Prepare the optimizers that the script made after their model was prepared."""
@@ -217,8 +245,30 @@ class Follower:
         elif is_trained(model) and (
             self._numbers_of(model) or (torch.is_grad_enabled() and not self._needs_optimizers)
         ):
-            self._prepare(_called_past_hooks(model) or model)
+            self._prepare(model)
             self._known.add(module)
+
+    def _forward(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the ``forward`` of a module: by the plan, too, if the script called it directly."""
+        if not frames.depth():
+            self._meet(module)
+            border = door_of(module)
+            if border is not None:
+                sync(module)
+                if module in self._widened:
+                    args, kwargs = _with_fp32(module, args, kwargs)
+                return border.run(module, functools.partial(forward, module), args, kwargs)
+        return forward(module, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _without_hooks(self, what: Any) -> Iterator[None]:
+        """Remove the hooks of a prepared model, and ours on ``forward``, for TorchScript, which cannot compile them."""
+        with self._forwards.suspended(), contextlib.ExitStack() as put_back:
+            if isinstance(what, nn.Module):
+                strip(what, put_back.callback)
+            yield
 
     def _meet_ddp(self, ddp: DistributedDataParallel, module: nn.Module) -> None:
         model = wrappers.unwrap(module)
@@ -231,15 +281,26 @@ class Follower:
         return self.plan.loss_scale is not None or self.plan.stores_low
 
     def _numbers_of(self, model: nn.Module) -> list[int]:
-        """Return the numbers of the optimizers that update a model.
+        """Return the numbers of the optimizers that update a model, without those that share their groups with an optimizer around them.
 
-        An optimizer that is wrapped in another optimizer of the model is left out.
+        If an optimizer has groups of its own around another one, the inner one is prepared: it makes the updates.
         """
         holding = {
             number: optimizer for number, optimizer in self._optimizers.items() if holds(optimizer, model)
         }
-        bases = {id(base) for optimizer in holding.values() for base in inside(optimizer)}
-        return [number for number, optimizer in holding.items() if id(optimizer) not in bases]
+        within = {id(outer): {*map(id, inside(outer))} for outer in holding.values()}
+        left_out: set[int] = set()
+        for number, outer in holding.items():
+            own = set(map(id, outer.param_groups))
+            inner = [known for known in holding.values() if id(known) in within[id(outer)]]
+            before = [
+                known
+                for other, known in holding.items()
+                if other < number and id(outer) not in within[id(known)]
+            ]
+            shared = [known for known in [*inner, *before] if not own.isdisjoint(map(id, known.param_groups))]
+            left_out.update(map(id, shared if shared or not inner else [outer]))
+        return [number for number, optimizer in holding.items() if id(optimizer) not in left_out]
 
     def _prepare(self, model: nn.Module) -> None:
         numbers = self._numbers_of(model)
@@ -258,12 +319,6 @@ class Follower:
             self._leave_alone(
                 model, f"the plan {self.plan} needs an optimizer that is made before the model is wrapped"
             )
-        elif self.plan.stores_low and _runs_forward(model):
-            self._leave_alone(
-                model,
-                f"its first call is model.forward(...), which runs no hooks, so the plan {self.plan} cannot be applied in "
-                f"time; call model(...)",
-            )
         elif self.plan.stores_low and self._stepping is not None and holds(self._stepping, model):
             kind = type(self._stepping).__name__
             self._leave_alone(
@@ -274,10 +329,8 @@ class Follower:
             optimizers = {number: self._optimizers[number] for number in numbers}
             widen = self.widen and widen_for(self.plan, model)
             widened = widen and low_tensors(model)
-            direct = _runs_forward(model)
-            methods = ("forward",) if direct else ()
             try:
-                self._session(device_type).prepare(model, *optimizers.values(), widen=widen, methods=methods)
+                self._session(device_type).prepare(model, *optimizers.values(), widen=widen)
             except CastwiseError as error:
                 self._leave_alone(
                     model, sentence(error).replace("prepare(..., widen=True)", "castwise run --widen")
@@ -287,6 +340,7 @@ class Follower:
                 LOW
             ):  # plans that have a low-precision format cast the operators' inputs anyway
                 model.register_forward_pre_hook(_with_fp32, with_kwargs=True)
+                self._widened.add(model)
             self._models.add(model)
             self._joined.update(optimizers)
             self._known.update(model.modules())
@@ -295,9 +349,8 @@ class Follower:
                 root is not None
             ):  # a submodule that is called directly would fail on its low-precision parameters
                 self._parts.update((part, root) for part in model.modules() if part is not model)
-            bypass.forget(model) if direct else bypass.only_tell(model, self._once)
-            later = ", from the second call of its forward on: the first was model.forward(...), which runs no hooks"
-            self._once(f"{type(model).__name__} trains under {self.plan}{later if direct else ''}")
+            bypass.only_tell(model, self._once)
+            self._once(f"{type(model).__name__} trains under {self.plan}")
 
     def _session(self, device_type: str) -> Amp:
         if device_type not in self.sessions:
@@ -394,8 +447,7 @@ class Follower:
 
     def _held(self) -> set[int]:
         """Return the ``id`` of each model parameter whose gradient is unscaled through its optimizer."""
-        groups = (group for optimizer in self._joined.values() for group in optimizer.param_groups)
-        return {id(model_param_of(parameter)) for group in groups for parameter in group["params"]}
+        return set().union(*map(_held_by, self._joined.values()))
 
     def _grad(
         self, amp: Amp, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any
@@ -472,47 +524,9 @@ def _scaled(outputs: tuple[torch.Tensor, ...], grads: Any, scale: torch.Tensor) 
     )
 
 
-@contextlib.contextmanager
-def _without_hooks(what: Any) -> Iterator[None]:
-    """Remove castwise's hooks from a model inside the block, since TorchScript cannot compile them."""
-    with contextlib.ExitStack() as put_back:
-        if isinstance(what, nn.Module):
-            strip(what, put_back.callback)
-        yield
-
-
-def _runs_forward(model: nn.Module) -> bool:
-    """Whether the model's own ``forward`` is running on this thread."""
-    return any(owner is model for owner in _running_forwards())
-
-
-def _called_past_hooks(module: nn.Module) -> nn.Module | None:
-    """Return the outermost model that contains a module and whose ``forward`` is running, or None.
-
-    Such a model exists if the script called ``model.forward(...)`` directly, which runs no hooks.
-    """
-    around = [
-        owner
-        for owner in _running_forwards()
-        if owner is not module
-        and wrappers.unwrap(owner) is owner
-        and any(module is m for m in owner.modules())
-    ]
-    return around[-1] if around else None
-
-
-def _running_forwards() -> Iterator[nn.Module]:
-    """Yield the modules whose ``forward`` is running on this thread, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        takes_self = code.co_name == "forward" and code.co_argcount > 0
-        owner = frame.f_locals.get(code.co_varnames[0]) if takes_self else None
-        if isinstance(owner, nn.Module):
-            own = inspect.unwrap(type(owner).forward)
-            if getattr(own, "__code__", None) is code:
-                yield owner
-        frame = frame.f_back
+def _held_by(optimizer: Optimizer) -> set[int]:
+    """Return the ``id`` of each model parameter that an optimizer updates."""
+    return {id(model_param_of(p)) for group in optimizer.param_groups for p in group["params"]}
 
 
 def is_trained(model: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,6 +69,71 @@ def _instead_of_call(around: Callable[[Callable[..., Any]], Callable[..., Any]])
             home.__call__ = original
 
     return undo
+
+
+class Forwards:
+    """Calls ``run(forward, module, args, kwargs)`` instead of the ``forward`` of each module's class; not in compiled code.
+
+    So a direct call, ``model.forward(x)``, which runs no hooks, is seen too. A class is changed when a module of it
+    is created or unpickled: ``forward`` is replaced where it is defined, and the modules themselves stay unchanged.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+        self._changed: dict[type, tuple[Any, Any]] = {}
+        """By class, its own ``forward`` and ours."""
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Start with the classes of modules that are created from now on."""
+        for name in ("__init__", "__setstate__"):
+            self._undo.append(around_function(torch.nn.Module, name, self._noting))
+
+    def end(self) -> None:
+        """Restore all classes."""
+        while self._undo:
+            self._undo.pop()()
+        self._put(ours=False)
+        self._changed.clear()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Restore all classes inside a block, for code that reads the source of ``forward``."""
+        self._put(ours=False)
+        try:
+            yield
+        finally:
+            self._put(ours=True)
+
+    def _put(self, *, ours: bool) -> None:
+        for home, (own, called) in self._changed.items():
+            if vars(home).get("forward") is (own if ours else called):
+                home.forward = called if ours else own  # type: ignore[attr-defined]
+
+    def _noting(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            home = next((kind for kind in type(module).__mro__ if "forward" in vars(kind)), torch.nn.Module)
+            if home is not torch.nn.Module and home not in self._changed:
+                self._change(home)
+            return make(module, *args, **kwargs)
+
+        return made
+
+    def _change(self, home: Any) -> None:
+        forward, run = vars(home)["forward"], self._run
+        if not isinstance(forward, types.FunctionType):  # scripted code, for example
+            return
+
+        def called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return forward(self, *args, **kwargs)
+            return run(forward, self, args, kwargs)
+
+        # Dynamo keeps compiled code per code object, and stops compiling one after eight compilations
+        code = called.__code__.replace(co_name=f"forward_of_{home.__name__}")
+        own = types.FunctionType(code, called.__globals__, code.co_name, None, called.__closure__)
+        self._changed[home] = forward, functools.wraps(forward)(own)
+        home.forward = self._changed[home][1]
 
 
 def around_function(

@@ -61,11 +61,13 @@ class Entries:
     Attributes:
         spans: For each call that created nodes, the sequence number of the first node and the number after the last.
         silent: Whether there was a call that created no nodes, as a call without gradients does.
+        calls: The number of calls that created nodes.
     """
 
     def __init__(self) -> None:
         self.spans: deque[tuple[int, int]] = deque(maxlen=256)
         self.silent = False
+        self.calls = 0
         self._open: list[int] = []
 
     def enter(self) -> None:
@@ -80,6 +82,7 @@ class Entries:
         first, last = self._open.pop() if self._open else 0, _torch.autograd.sequence_number()
         if first < last:
             self.spans.append((first, last))
+            self.calls += 1
         else:
             self.silent = True
 
@@ -241,6 +244,22 @@ class Border:
         if self.read is not None:
             self.read()
 
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a method of a module under the border's precision settings, as the hooks do for a call of the module."""
+        depth = frames.depth()
+        args, kwargs = self.enter_and_cast(module, args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException as error:
+            frames.unwind(depth)
+            explain_cast(error, module)
+            if self.site is not None:
+                explain_dtype_error(error, module, self.site)
+            raise
+        return self.leave(module, args, output)
+
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Restore the former precision settings and cast the outputs, as a forward hook.
 
@@ -353,17 +372,7 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Cast the arguments, run the method under the model's precision settings, and cast the result."""
         self.before(self.module)
-        border, depth = self.border, frames.depth()
-        args, kwargs = border.enter_and_cast(self.module, args, kwargs)
-        try:
-            output = self.__wrapped__(*args, **kwargs)
-        except BaseException as error:
-            frames.unwind(depth)
-            explain_cast(error, self.module)
-            if border.site is not None:
-                explain_dtype_error(error, self.module, border.site)
-            raise
-        return border.leave(self.module, args, output)
+        return self.border.run(self.module, self.__wrapped__, args, kwargs)
 
 
 @dataclass(eq=False)
@@ -448,6 +457,24 @@ def border_of(module: nn.Module) -> Border | None:
         for hook in hooks.values()
     )
     return next((border for border in own if isinstance(border, Border)), None)
+
+
+def door_of(module: nn.Module) -> Border | None:
+    """Return the border of the whole prepared model under whose plan a call of this module runs, or None.
+
+    The module is the model, or has a :class:`Door`.
+    """
+    own = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next(
+        (
+            border
+            for each in own
+            if (border := each.border if isinstance(each, Door) else each) is not None
+            and isinstance(border, Border)
+            and border.root
+        ),
+        None,
+    )
 
 
 def root_of(model: nn.Module) -> Border | None:
