@@ -319,6 +319,33 @@ def test_nobody_looks_once_the_model_has_run() -> None:
     model.forward(torch.randn(4, 8)).mean().backward()
 
 
+@pytest.mark.parametrize("way", ["forward", "parts", "method"])
+def test_a_model_that_is_no_longer_called_is_told_once(way: str) -> None:
+    """As a warning: the training has run by the plan so far."""
+    amp, model, optimizer = no_alarm(make=Net)
+    x = torch.randn(4, 8)
+    calls = [*[model] * 3, *[lambda x: BYPASSES[way][1](model, x)] * 4, *[model] * 2]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for call in calls:
+            amp.backward(call(x).float().mean())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+    assert [str(one.message).partition(", so its")[0] for one in told] == [
+        "backward: the loss was computed from encoder.weight, but the prepared Net was not called"
+    ]
+
+
+def test_another_backward_of_the_same_call_is_no_alarm() -> None:
+    amp, model, _ = no_alarm(make=Net)
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        loss = model(x).mean()
+        for _ in range(4):
+            amp.backward(loss, retain_graph=True)
+            amp.backward((model.encoder.weight @ model.encoder.weight.T).square().sum())
+
+
 def test_a_copy_has_no_session_and_nobody_looks() -> None:
     _, model, _ = no_alarm()
     twin = copy.deepcopy(model)

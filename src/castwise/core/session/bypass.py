@@ -8,8 +8,9 @@ reaches parameters of a model, the operators that used them must have run inside
 Operators may also run in the plan's format outside the border, for example inside an autocast block, and this is right
 too. So are operators that no plan casts. An error is therefore raised only if a weight was multiplied, by one of
 torch's operators, with something else than itself. A weight that is stored in bf16 or fp16 needs no cast in an autocast
-block, so nothing is reported for it once such a block was entered. Compiled code cannot be checked. Checking stops once
-a backward pass has shown that the model runs under the plan.
+block, so nothing is reported for it once such a block was entered. Compiled code cannot be checked. Once
+a backward pass has shown that calls of the model run under the plan, only a backward pass before which the model was
+not called is checked, and a bypass is a warning.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class _Watched:
         misses: Number of backward passes in a row that reached its parameters although it was not called.
         looks: Number of backward passes still to check.
         say: A function to call with the message instead of raising an error, or None.
+        calls: Number of calls in training at the last backward, once calls are known to run under the plan.
     """
 
     model: weakref.ref[nn.Module]
@@ -67,6 +69,7 @@ class _Watched:
     misses: int = 0
     looks: int = _LOOKS
     say: Callable[[str], object] | None = None
+    calls: int = 0
 
     def own(self) -> dict[int, str]:
         """Return the names of the parameters to check, by ``id``.
@@ -99,6 +102,10 @@ class _Watched:
             or _torch.autograd.casts_to(node, self.dtype)
             or _torch.autograd.hides_operators(node)
         )
+
+    def is_called(self, nodes: Sequence[Any]) -> bool:
+        """Whether calls that were recorded have made some of these nodes."""
+        return any(self.entries.made(_torch.autograd.node_number(node)) for node in nodes)
 
     def strays(self, products: Sequence[Any]) -> bool:
         """Whether some of these products with a weight ran in another format than the plan's, outside the model's call.
@@ -143,6 +150,8 @@ def _inside(module: nn.Module, path: str, without: frozenset[str]) -> Iterator[t
 
 
 _watched: list[_Watched] = []
+_settled: list[_Watched] = []
+"""Those whose calls are known to run by the plan."""
 _undo: list[Callable[[], None]] = []
 _blocks = 0
 """The number of autocast blocks that were entered while any model was checked."""
@@ -205,20 +214,21 @@ def watching(model: nn.Module) -> bool:
 
 def only_tell(model: nn.Module, say: Callable[[str], object]) -> None:
     """Make the checks of a model call ``say`` with the message, instead of raising an error in backward or warning."""
-    for watched in _watched:
+    for watched in (*_watched, *_settled):
         if watched.model() is model:
             watched.say = say
 
 
 def forget(model: nn.Module) -> None:
     """Stop checking the backward passes of a model. Does nothing if they are not checked."""
-    _forget([watched for watched in _watched if watched.model() is model])
+    _forget([watched for watched in (*_watched, *_settled) if watched.model() is model])
 
 
 def _forget(done: Sequence[_Watched]) -> None:
     for watched in done:
-        if watched in _watched:
-            _watched.remove(watched)
+        for each in (_watched, _settled):
+            if watched in each:
+                each.remove(watched)
         model = watched.model()
         border = None if model is None else border_of(model.get_submodule(watched.path))
         if border is not None and border.entries is watched.entries:
@@ -226,24 +236,45 @@ def _forget(done: Sequence[_Watched]) -> None:
     if not _watched:
         for entry in _entries:
             entry.end()
-        if _undo:
+        if _undo and not _settled:
             _undo.pop()()
+
+
+def _settle(watched: _Watched) -> None:
+    """Check, from now on, only backward passes before which the model was not called."""
+    watched.calls, watched.misses, watched.blocks = watched.entries.calls, 0, -1
+    _watched.remove(watched)
+    _settled.append(watched)
+    _forget(())
+
+
+def _uncalled() -> list[_Watched]:
+    """Return those of ``_settled`` that were not called in training since the last backward."""
+    found = []
+    for watched in _settled:
+        if watched.calls == watched.entries.calls:
+            found.append(watched)
+        watched.calls = watched.entries.calls
+    return found
 
 
 def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     """Check a backward pass before it runs, and then run it. This is called in place of autograd's engine."""
     if kwargs.get("accumulate_grad", True) and _torch.autograd.graph_task_id() == -1:
         wanted = {id(tensor) for tensor in args[2]} if len(args) > 2 else set()
-        _check([output for output in outputs if isinstance(output, torch.Tensor)], wanted)
+        uncalled = _uncalled()
+        if _watched or uncalled:
+            _check([output for output in outputs if isinstance(output, torch.Tensor)], wanted, uncalled)
     return call(outputs, grads, *args, **kwargs)
 
 
-def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
+def _check(outputs: Sequence[torch.Tensor], wanted: set[int], uncalled: Sequence[_Watched]) -> None:
     """Raise if a backward pass reaches parameters of a prepared model that was not called.
 
     Args:
         outputs: The tensors from which the backward pass starts.
         wanted: The ``id`` of the tensors that get gradients, or an empty set for all.
+        uncalled: Models whose calls run under the plan, but that were not called since the last backward.
 
     Raises:
         StateError: A model, or a region of it, was not called.
@@ -251,10 +282,11 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
     leaves, hides = _torch.autograd.uses_of_leaves(outputs)
     uses = {id(leaf): nodes for leaf, nodes, _ in leaves}
     products = {id(leaf): multiplied for leaf, _, multiplied in leaves if multiplied}
-    done = []
+    done, settled = [], []
     try:
-        for watched in _watched:
-            watched.looks -= 1
+        for watched in (*_watched, *uncalled):
+            known = watched in uncalled
+            watched.looks -= not known
             reached = {
                 key: name
                 for key, name in watched.own().items()
@@ -264,7 +296,13 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
             }
             nodes = [node for key in reached for node in uses[key]]
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
-                done.append(watched)
+                if watched.is_called(nodes) and watched.model() is not None:
+                    watched.misses = 0
+                    settled += [] if known else [watched]
+                else:
+                    done.append(watched)
+                if known:
+                    continue
                 beside = (
                     []
                     if hides
@@ -272,6 +310,15 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
                 )
                 if beside:
                     _tell_beside(watched, beside[0])
+            elif known:
+                watched.misses += not hides and not products.keys().isdisjoint(reached)
+                if watched.misses >= 2:
+                    done.append(watched)
+                    _warn(
+                        watched,
+                        _fact(watched, next(name for key, name in reached.items() if key in products)),
+                        _CURE,
+                    )
             elif not products.keys().isdisjoint(reached) and watched.was_passed_by(hides):
                 fact = _fact(watched, next(name for key, name in reached.items() if key in products))
                 if watched.say is None:
@@ -279,6 +326,8 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int]) -> None:
                 watched.say(fact)
                 done.append(watched)
     finally:
+        for watched in settled:
+            _settle(watched)
         if done:
             _forget(done)
 
@@ -290,14 +339,19 @@ def _tell_beside(watched: _Watched, name: str) -> None:
         f"part of the loss was computed from {name} outside a call of the prepared {kind}, so the operators there were not cast "
         f"to {dtype} as the plan {watched.plan} says"
     )
+    _warn(
+        watched, said,
+        ". Name the methods that are called besides forward, amp.prepare(model, optimizer, "
+        "methods=('encode',)), or put that part inside castwise.autocast(...), even if it should run in fp32.",
+    )  # fmt: skip
+
+
+def _warn(watched: _Watched, fact: str, cure: str) -> None:
+    """Tell the user a fact; ``cure`` is for loops that prepare the model themselves."""
     if watched.say is not None:
-        watched.say(said)
-        return
-    warnings.warn(
-        f"backward: {said}. Name the methods that are called besides forward, amp.prepare(model, optimizer, "
-        f"methods=('encode',)), or put that part inside castwise.autocast(...), even if it should run in fp32.",
-        stacklevel=2,
-    )
+        watched.say(fact)
+    else:
+        warnings.warn(f"backward: {fact}{cure}", stacklevel=3)
 
 
 _CURE = (
