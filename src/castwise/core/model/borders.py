@@ -464,7 +464,7 @@ def door_of(module: nn.Module) -> Border | None:
 
     The module is the model, or has a :class:`Door`.
     """
-    own = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    own = (getattr(hook, "__self__", None) for hook in _torch.hooks.hook_tables(module)[0].values())
     return next(
         (
             border
