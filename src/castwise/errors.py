@@ -31,40 +31,49 @@ __all__ = [
 
 
 class CastwiseError(Exception):
-    """The base class of every error that castwise raises on purpose."""
+    """The base class of all errors that castwise raises.
+
+    Each error is also an instance of the builtin exception that a caller would expect, such as ValueError.
+    """
 
 
 class PlanError(CastwiseError, ValueError):
-    """A plan or a part of a plan is not valid. The message names the field, the value and the allowed values."""
+    """A plan, or an argument that describes one, has a value that is not allowed.
+
+    The message names the field, the value and the allowed values.
+    """
 
 
 class UnknownNameError(PlanError):
-    """There is no preset, format, operator or field of the given name."""
+    """A preset, format, operator or field with the given name does not exist."""
 
 
 class PatternError(PlanError):
-    """The pattern of a region matches nothing, or only modules whose forward never runs."""
+    """The pattern of a region matches no module, or only modules whose ``forward`` is never called.
+
+    A region is a part of a model for which a plan sets a format of its own.
+    """
 
 
 class DeviceError(CastwiseError, RuntimeError):
-    """The device does not support the plan."""
+    """The device does not exist, or it does not support the plan."""
 
 
 class BannedOperatorError(CastwiseError, NotImplementedError):
-    """An operator was called that the plan's rules ban, such as binary_cross_entropy in fp16."""
+    """An operator was called that the plan forbids, such as ``binary_cross_entropy`` in fp16."""
 
 
 class StateError(CastwiseError, RuntimeError):
-    """A valid call was made at the wrong time or in the wrong order."""
+    """A method was called at the wrong time or in the wrong order, such as a step before the backward pass."""
 
 
 class RankError(CastwiseError, RuntimeError):
-    """Something failed on some ranks of a process group. Every rank of the group raises this error.
+    """An operation failed on some ranks of a process group. Every rank of the group raises this error.
 
     Attributes:
-        reason: A clause that names the failure and the ranks.
-        cannot_run: True if every failure means that the plan cannot run on its rank. False if some failure is a fault of
-            the code.
+        reason: A clause that says what failed and on which ranks.
+        cannot_run: Whether every failure means that the plan cannot run on that rank, for example because memory ran
+            out. False if at least one failure is a fault of the code.
     """
 
     def __init__(self, message: str, *, reason: str = "", cannot_run: bool = False) -> None:
@@ -74,35 +83,42 @@ class RankError(CastwiseError, RuntimeError):
 
 
 class LossScaleError(CastwiseError, RuntimeError):
-    """Gradients still overflow although the loss scale is at its floor."""
+    """Gradients still overflow although the loss scale has reached its smallest allowed value."""
 
 
 class NonFiniteError(CastwiseError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and no loss scale can cure it."""
+    """A loss or a gradient is infinite or NaN, and changing the loss scale cannot help."""
 
 
 class DivergedError(CastwiseError, ArithmeticError):
-    """A training run diverged again and again, and going back to a good state did not help."""
+    """A training run diverged repeatedly, although it was reset to an earlier good state each time."""
 
 
 class WorkloadError(CastwiseError, ValueError):
-    """A workload could not be found, imported or run."""
+    """A workload could not be found, imported or run.
+
+    A workload (:class:`castwise.Workload`) gives castwise's experiments a model, its optimizer, its batches and its
+    loss.
+    """
 
 
 class LintError(CastwiseError, ValueError):
-    """A script or folder could not be checked."""
+    """A script or folder could not be checked by ``castwise doctor --lint PATH``."""
 
 
 class MigrateError(CastwiseError, ValueError):
-    """A script or folder could not be migrated."""
+    """A script or folder could not be changed by ``castwise migrate PATH``."""
 
 
 class MissingLibraryError(CastwiseError, ImportError):
-    """An optional library, which an extra of castwise installs, is missing. The message says how to install it."""
+    """An optional library is missing.
+
+    The message says which extra of castwise installs it.
+    """
 
 
 class CheckpointError(CastwiseError, ValueError):
-    """A checkpoint cannot be saved, or a saved state is damaged or does not fit the training run."""
+    """A checkpoint cannot be saved, is damaged, or does not fit the training run into which it is loaded."""
 
 
 def sentence(error: BaseException, whole: bool = True) -> str:

@@ -93,7 +93,11 @@ class OpenGradScaler(torch.amp.GradScaler):
     )
 
     def check_scaled(self, call: str) -> torch.Tensor:
-        """Return the loss scale, or raise torch's error if no loss was ever scaled."""
+        """Return the loss scale as a tensor, or raise torch's error if no loss was ever scaled.
+
+        Args:
+            call: The name of the method that the error message mentions.
+        """
         return self._check_scale_growth_tracker(call)[0]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:

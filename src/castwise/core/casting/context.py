@@ -156,32 +156,38 @@ def _for_trace(plan: Any) -> Any:
 
 
 class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
-    """Run operators under a precision plan inside a block or a function.
+    """Casts operators inside a ``with`` block or a decorated function, as a precision plan says.
 
-    Every valid call of ``torch.autocast`` is valid here and does the same, through the same kernels, at the same
-    speed. In addition, this class accepts a plan with operator rules, or the name of a preset or format in place of a
-    dtype. One instance may be entered again while it is active, and may be shared between threads. An instance passes
-    ``isinstance`` checks for ``torch.autocast`` and has the attributes of ``torch.autocast``.
+    Use it in place of ``torch.autocast``. Every valid call of ``torch.autocast`` is valid here, does the same with the
+    same kernels, and is as fast. In addition, a plan, the name of a preset or the name of a format can be passed in
+    place of a dtype. So a plan can change how single operators are cast::
+
+        with castwise.autocast("bf16-mixed+ops.exp=fp32", device_type="cuda"):
+            loss = criterion(model(inputs), targets)
+
+    Operators outside the block are not affected. An instance is also an instance of ``torch.autocast`` and has its
+    attributes. It may be entered again while it is active, and several threads may share it.
+
+    If a plan changes the rules of operators, kernels are registered for them as long as the instance exists. So create
+    one instance and enter it often. If activation checkpointing recomputes code of the block, keep the instance until
+    the backward pass has finished.
 
     Args:
-        plan: A :class:`~castwise.Plan`, the name of a preset (``"O1"``) or format (``"bf16"``), a ``torch.dtype``, or the
-            path of a plan file. It may also be the device type, as in torch.
-        dtype: As in torch, if ``plan`` is a device type or left out: bf16, fp16, or fp32 for no casting.
-        enabled: False makes an fp32 block, in which nothing is cast.
-        cache_enabled: Whether the low-precision copies of fp32 weights are kept until the outermost block ends. Pass
-            False if weights are changed by hand inside the block: the change is not detected, and a stale copy would be
-            used.
-        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``. The default is the available accelerator, or else the
-            CPU.
-
-    Operators outside the block are never affected. The kernels for a plan's operator rules stay registered as long as
-    the instance lives. So create one instance and enter it often. If activation checkpointing recomputes code inside
-    the block, keep the instance until backward has finished.
+        plan: A :class:`~castwise.Plan`, the name of a preset (``"O1"``) or format (``"bf16"``), a ``torch.dtype``, or
+            the path of a plan file. It may also be the device type, as in torch.
+        dtype: The dtype to which operators are cast, as in torch: bf16, fp16, or fp32 to cast nothing. Give it only if
+            ``plan`` is a device type or is left out.
+        enabled: Whether operators are cast. In a block with False, nothing is cast, even inside another autocast block.
+        cache_enabled: Whether the bf16 or fp16 copies of fp32 weights are kept and reused until the outermost block
+            ends. None uses torch's current setting. Pass False if your code changes weights inside the block, since the
+            change is not detected and the old copy would be used.
+        device_type: The type of device whose operators are cast: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``. The
+            default is the available accelerator, or else the CPU.
 
     Raises:
         PlanError: The plan, dtype or device type is not allowed.
 
-    Source: the operator lists and the cast cache are PyTorch's (``aten/src/ATen/autocast_mode.h``).
+    Source: the operator lists and the cache of cast weights are PyTorch's (``aten/src/ATen/autocast_mode.h``).
     """
 
     def __init__(

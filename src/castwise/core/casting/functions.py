@@ -53,23 +53,39 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
 
 
 def lower_function(function: _F) -> _F:
-    """Make ``function`` compute in the plan's compute format under autocast.
+    """Decorate a function so that it computes in autocast's dtype, such as bf16, under autocast.
 
-    Its floating inputs are cast, and nothing inside is autocast. fp64 inputs are not cast, as everywhere in autocast.
-    Outside of autocast the function runs unchanged.
+    Inside an autocast block, the function's floating inputs are cast to the dtype of the block, and the operators
+    inside the function are not autocast. In a block of a plan, that dtype is the plan's compute format. fp64 inputs are
+    not cast. Outside autocast the function is unchanged.
+
+    Args:
+        function: The function to decorate. Tensors inside lists, tuples and mappings are cast too.
     """
     return _casting(function, lambda device, _: torch.get_autocast_dtype(device))
 
 
 def fp32_function(function: _F) -> _F:
-    """Make ``function`` run in fp32 under autocast: its floating inputs are cast to fp32."""
+    """Decorate a function so that it computes in fp32 under autocast.
+
+    Inside an autocast block, the function's floating inputs are cast to fp32, and the operators inside the function are
+    not autocast. fp64 inputs are not cast. Outside autocast the function is unchanged.
+
+    Args:
+        function: The function to decorate. Tensors inside lists, tuples and mappings are cast too.
+    """
     return _casting(function, lambda _device, _args: torch.float32)
 
 
 def widest_function(function: _F) -> _F:
-    """Make ``function`` cast its floating inputs to the widest dtype among them under autocast.
+    """Decorate a function so that all its floating inputs are cast to the widest dtype among them under autocast.
 
-    The widest dtype of fp16 and bf16 is fp32.
+    Use it for a function that gets tensors of different dtypes, such as one that adds a bf16 and an fp32 tensor. For a
+    bf16 and an fp16 input, the widest dtype is fp32. The operators inside the function are not autocast. fp64 inputs
+    are not cast and do not count. Outside autocast the function is unchanged.
+
+    Args:
+        function: The function to decorate. Tensors inside lists, tuples and mappings are cast too.
     """
 
     def choose(device: str, values: Any) -> torch.dtype | None:
@@ -132,18 +148,21 @@ def custom_fwd(
     device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
 ) -> Any:
-    """Decorate ``forward`` of a ``torch.autograd.Function`` so that it follows autocast.
+    """Make the ``forward`` of a ``torch.autograd.Function`` work under autocast.
+
+    Use it as a decorator of ``forward``, together with :func:`custom_bwd` on ``backward``. It replaces
+    ``torch.amp.custom_fwd``. Both styles of ``forward`` are supported: ``forward(ctx, ...)``, and ``forward(...)`` with
+    a separate ``setup_context``.
 
     Args:
-        fwd: The function. It is left out if the decorator is used with arguments.
-        device_type: As in torch. The default is the device type of the first tensor among the inputs.
-        cast_inputs: The dtype to which floating inputs are cast under autocast. ``forward`` then runs with autocast off.
-            With None, the operators inside are autocast as usual.
-
-    Both styles of ``forward`` work: ``forward(ctx, ...)``, and ``forward(...)`` with a separate ``setup_context``.
+        fwd: The method ``forward``. It is left out if the decorator is used with arguments.
+        device_type: The type of device whose autocast state is used. The default is the device type of the first tensor
+            among the inputs.
+        cast_inputs: The dtype to which floating inputs are cast if autocast is active. ``forward`` then runs with
+            autocast off. With None, inputs are not cast, and the operators inside ``forward`` are autocast as usual.
 
     Returns:
-        The decorated function.
+        The decorated method.
     """
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
@@ -180,14 +199,20 @@ def custom_fwd(
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
-    """Decorate ``backward`` of a ``torch.autograd.Function`` so that it runs in the precision of its ``forward``.
+    """Make the ``backward`` of a ``torch.autograd.Function`` run in the precision in which its ``forward`` ran.
+
+    Use it as a decorator of ``backward``, together with :func:`custom_fwd` on ``forward``. It replaces
+    ``torch.amp.custom_bwd``.
 
     Args:
-        bwd: The function. It is left out if the decorator is used with arguments.
-        device_type: Accepted as in torch, but ignored: the device type of ``forward`` is used.
+        bwd: The method ``backward``. It is left out if the decorator is used with arguments.
+        device_type: Accepted for compatibility with torch and ignored. The device type of ``forward`` is used.
+
+    Returns:
+        The decorated method.
 
     Raises:
-        StateError: During backward, if ``forward`` was not decorated with :func:`custom_fwd`.
+        StateError: During the backward pass, if ``forward`` was not decorated with :func:`custom_fwd`.
     """
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)

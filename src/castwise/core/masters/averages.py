@@ -17,19 +17,25 @@ from castwise.core.masters.weights import in_fp32
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """A ``torch.optim.swa_utils.AveragedModel`` that averages fp32 masters, so EMA and SWA are right under every plan.
+    """Averages the weights of a model in fp32, for an exponential moving average (EMA) or SWA under any plan.
 
-    Its parameters, its ``state_dict()`` and the arguments of ``avg_fn`` are fp32, whatever format the plan stores the
-    model in. They are read from the masters if there are any. When the averaged model is called, it runs under the plan
-    of the trained model, on weights that are rounded as the trained model's weights are. If it was created before
-    ``prepare``, it runs in fp32.
+    Use it in place of ``torch.optim.swa_utils.AveragedModel``, whose arguments it takes. torch's class averages the
+    parameters as they are stored, so under a plan that stores them in bf16 or fp16 it averages rounded values. This
+    class averages the fp32 master weights instead, which are the fp32 copies that the optimizer updates. If a parameter
+    has no master weight, its own value is averaged.
+
+    The parameters of the average, its ``state_dict()`` and the arguments of ``avg_fn`` are fp32. When the averaged
+    model is called, it runs under the plan of the trained model. Its weights are rounded to the formats in which the
+    trained model stores them. If it was created before :meth:`castwise.Amp.prepare`, it runs in fp32.
 
     Args:
         model: The trained model, which is copied.
-        device: Device of the average. The default is the model's device.
-        avg_fn: As in torch: called for each parameter with the average, the weights and the number of averages so far.
-        multi_avg_fn: As in torch: called like ``avg_fn``, but with lists of parameters. It works in place.
-        use_buffers: Whether to average buffers too. Otherwise they are copied from the model.
+        device: The device of the average. The default is the device of the model.
+        avg_fn: A function that computes the new average of a parameter, as in torch. It takes the average, the weights
+            and the number of averages so far.
+        multi_avg_fn: A function that updates all averages in place, as in torch. It takes a list of averages, a list of
+            weights and the number of averages so far.
+        use_buffers: Whether to average buffers too. Otherwise they are copied from the model at each update.
     """
 
     def __init__(
@@ -60,10 +66,13 @@ class AveragedModel(swa_utils.AveragedModel):
         return functional_call(self.module, stored, args, kwargs)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Update the average with the model's weights, which are read from the fp32 masters where there are any.
+        """Add the current weights of the trained model to the average.
+
+        The values are those of the fp32 master weights, the fp32 copies that the optimizer updates. If a parameter has
+        no master weight, its own value is used.
 
         Args:
-            model: The trained model, of the same architecture.
+            model: The trained model, with the same architecture as the average.
         """
         view: Any = SimpleNamespace(parameters=lambda: _parameters(model), buffers=model.buffers)
         super().update_parameters(view)

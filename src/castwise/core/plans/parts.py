@@ -25,18 +25,27 @@ _MOST_STEPS: Final = 2**63 - 1
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a model with its own format.
+    """A part of a model for which a plan sets a format of its own, such as all norm layers in fp32.
+
+    Pass regions in the field ``regions`` of a :class:`~castwise.Plan`::
+
+        keep_norms = castwise.Region("encoder.layers.*.norm", compute="fp32")
+        plan = castwise.Plan(compute="bf16", regions=(keep_norms,))
 
     Attributes:
-        pattern: Glob over module paths (``encoder.layers.*.norm``), or ``type:`` and a glob over the names of
-            a module's class and its bases (``type:BatchNorm*``).
-        compute: The format in which the region computes: fp64, fp32, bf16 or fp16 (a dtype is accepted too), or None
-            for the plan's. It does not depend on what surrounds the region.
-        params: The format in which the region's parameters are stored, from the same choice, or None for the plan's.
+        pattern: The modules that belong to the region, as a glob over module paths such as ``encoder.layers.*.norm``.
+            ``*`` matches within one level of the path, and ``**`` matches across levels. A pattern that begins with
+            ``type:``, such as ``type:BatchNorm*``, matches the names of a module's class and its base classes.
+            Everything inside a matching module belongs to the region too, unless another region matches it.
+        compute: The format in which the region computes: fp64, fp32, bf16 or fp16. A dtype is accepted too. The region
+            uses it whatever the format of the surrounding modules is. None uses the format of the plan.
+        params: The format in which the parameters of the region are stored: fp64, fp32, bf16 or fp16. A dtype is
+            accepted too. With None, parameters are stored in ``compute`` where the plan stores parameters in its
+            compute format or casts no operators, and in an fp64 region. Otherwise they stay fp32.
 
     Raises:
-        PlanError: The pattern is empty, has more than 1,000 characters, or has unprintable ones. Or a format is not
-            allowed for a region, or neither format is given.
+        PlanError: The pattern is empty, has more than 1,000 characters, or contains control characters. Or a format is
+            not allowed for a region, or neither ``compute`` nor ``params`` is given.
     """
 
     pattern: str
@@ -84,24 +93,30 @@ class Region:
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled to keep fp16 gradients out of underflow.
+    """Describes how the loss is scaled, so that fp16 gradients do not underflow.
 
-    The defaults are those of ``torch.amp.GradScaler`` with one difference: a floor. torch lets the scale fall to zero,
-    after which every step is skipped; castwise can raise an error at the floor instead.
+    It is the field ``loss_scale`` of a :class:`~castwise.Plan`. Before the backward pass the loss is multiplied by the
+    scale, and before the step the gradients are divided by it. A step whose gradients are infinite or NaN is skipped.
+
+    The defaults are those of ``torch.amp.GradScaler``, except for ``floor``. In torch the scale can fall to zero, after
+    which every step is skipped. In castwise an error is raised if gradients still overflow at the smallest allowed
+    scale.
 
     Attributes:
         init: The first scale.
-        growth: The factor by which the scale grows after ``interval`` steps with finite gradients, > 1.
-        backoff: The factor by which the scale shrinks after steps with non-finite gradients, between 0 and 1.
-        interval: The number of steps with finite gradients before the scale grows.
-        hysteresis: The number of steps with non-finite gradients before the scale shrinks; 1 shrinks at once.
-        floor: The smallest scale, or None. With the default of 2**-14, only gradients above 1e9 (65504 * 2**14)
-            overflow at the floor, and no scale can prevent that.
-        ceiling: The largest scale, or None.
-        dynamic: Whether the scale changes; False keeps it at ``init``.
+        growth: The factor, above 1, by which the scale grows after ``interval`` steps in a row with finite gradients.
+        backoff: The factor, between 0 and 1, by which the scale shrinks after ``hysteresis`` steps with infinite or NaN
+            gradients.
+        interval: The number of steps in a row with finite gradients before the scale grows.
+        hysteresis: The number of steps with infinite or NaN gradients before the scale shrinks. With 1, it shrinks at
+            the first of these steps. The count starts again when the scale grows.
+        floor: The smallest scale, or None for no limit. At the default of 2**-14, a gradient overflows only if it is
+            above 1e9 (65504 * 2**14) before scaling. No scale can prevent that.
+        ceiling: The largest scale, or None for no limit.
+        dynamic: Whether the scale changes. With False it stays at ``init``.
 
     Raises:
-        PlanError: A number is out of its range.
+        PlanError: A number is outside its range.
     """
 
     init: float = 65536.0

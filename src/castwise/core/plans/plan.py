@@ -50,41 +50,62 @@ def _choice(default: str, *allowed: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every decision about the precision of a training run, as one immutable value.
+    """All decisions about the precision of a training run, in one immutable object.
 
-    Two plans with the same decisions are equal and have the same hash and digest, whoever measured them: ``provenance``
-    is not compared and not printed.
+    A plan says in which numeric format operators compute, in which format parameters are stored, and whether the loss
+    is scaled. Pass it to :class:`~castwise.Amp`. Start from a preset with :meth:`preset`, read a plan from text with
+    :meth:`parse`, or set the fields directly::
+
+        plan = castwise.Plan(compute="bf16", ops={"exp": "fp32"})
+        amp = castwise.Amp(plan)
+
+    Two plans are equal and have the same hash if all fields except ``provenance`` are equal. ``str(plan)`` is a
+    one-line form that :meth:`parse` reads.
+
+    An operator rule says how the floating inputs of an operator are cast before it runs. ``lower`` casts them to the
+    format of the field ``compute``, ``fp32`` casts them to fp32, and ``widest`` casts them to the widest format among
+    them. ``as_is`` casts nothing. ``unfused`` casts as ``lower`` does and runs attention as separate operators.
+    ``banned`` raises an error.
 
     Attributes:
-        compute: The format in which matrix products, convolutions and other operators with the rule ``lower`` run:
-            fp32, bf16 or fp16 (a dtype is accepted too).
-        params: The format in which the model's parameters are stored: ``fp32``, or ``compute`` for the compute format.
-            If operators are not cast, ``compute`` also casts the model's floating inputs.
-        master: What the optimizer updates if parameters are stored in bf16 or fp16. ``fp32`` updates fp32 copies of
-            them, and ``none`` updates the parameters directly.
-        regions: Parts of the model with formats of their own. If several match a module, the last one wins. A list, or
-            a mapping from pattern to compute format or to Region's fields, is accepted too.
-        rules: The base table of operator rules, one of `castwise.core.plans.rules.BASES`; ``none`` casts no operator.
-        ops: Pairs of operator and rule that override the base table, sorted. A list or a mapping is accepted too.
-            Whether the operators exist is checked when the plan is applied, because libraries of custom operators may
-            be imported after the plan is made.
-        fp32_matmul: The format that fp32 matrix products may use internally: ``as_is`` (the process's setting),
-            ``ieee``, ``tf32`` or ``bf16``.
-        fp32_conv: The format that fp32 convolutions may use internally, from the same choice.
-        memory_format: The memory format of 4-d parameters: ``as_is`` or ``channels_last``.
-        optimizer: ``as_given``, or ``fused`` to switch the optimizer to torch's fused kernel.
-        compile: ``as_given``, or the mode of ``torch.compile`` in which a prepared model is compiled: ``default``,
-            ``reduce-overhead``, ``max-autotune`` or ``max-autotune-no-cudagraphs``.
-        host_memory: ``as_given``, or ``keep``. With ``keep``, while the plan is live, the process reuses the freed
-            memory of host tensors instead of returning it to the system. This works with glibc only.
-        output: The format of a prepared model's floating outputs: ``fp32`` or ``as_is``.
-        loss_scale: How the loss is scaled, or None. Any compute format may have a loss scale. A mapping is accepted
-            too.
-        provenance: Who measured the plan, on which hardware, with which result: any mapping of JSON values.
+        compute: The format in which operators with the rule ``lower``, such as matrix products and convolutions,
+            compute: ``fp32``, ``bf16`` or ``fp16``. A dtype is accepted too.
+        params: The format in which the parameters of the model are stored. ``fp32`` stores them in fp32. ``compute``
+            stores them in the format of the field ``compute``, and also casts the floating inputs of the model to it if
+            the plan casts no operators.
+        master: Which weights the optimizer updates if parameters are stored in bf16 or fp16. ``fp32`` updates fp32
+            copies of the parameters, called master weights. ``none`` updates the parameters directly.
+        regions: The parts of the model that have formats of their own, as a tuple of ``Region`` objects. If several
+            match a module, the last one applies. A list is accepted too, and so is a mapping from pattern to compute
+            format or to a mapping of Region's fields.
+        rules: The table from which operators get their rules: ``native``, ``cuda``, ``apex`` or ``none``. ``native``
+            has the lists of ``torch.autocast`` for the current device, and ``cuda`` its lists for CUDA on any device.
+            ``apex`` has the lists of Apex's level O1. With ``none``, operators are not cast.
+        ops: Rules of single operators that replace those of the table, as sorted pairs of operator name and rule. A
+            list or a mapping is accepted too. Whether the operators exist is checked when the plan is applied, since
+            libraries with custom operators may be imported after the plan is created.
+        fp32_matmul: The format that matrix products of fp32 tensors may use internally: ``as_is``, ``ieee``, ``tf32``
+            or ``bf16``. ``as_is`` keeps the setting of the process.
+        fp32_conv: The format that convolutions of fp32 tensors may use internally, with the same values as
+            ``fp32_matmul``.
+        memory_format: The memory format of 4-d parameters. ``as_is`` keeps it, and ``channels_last`` changes it.
+        optimizer: ``as_given`` keeps the optimizer's kernel, and ``fused`` switches the optimizer to torch's fused
+            kernel.
+        compile: The mode of ``torch.compile`` with which a prepared model is compiled: ``default``,
+            ``reduce-overhead``, ``max-autotune`` or ``max-autotune-no-cudagraphs``. ``as_given`` does not compile the
+            model.
+        host_memory: ``as_given``, or ``keep`` to let the process reuse the freed memory of host tensors instead of
+            returning it to the system. ``keep`` is in effect while the plan is applied, and works only with glibc.
+        output: The format of the floating outputs of a prepared model. ``fp32`` casts them to fp32, and ``as_is`` does
+            not cast them.
+        loss_scale: The ``LossScale`` that describes how the loss is scaled, or None to not scale it. It is allowed with
+            every compute format. A mapping of its fields is accepted too.
+        provenance: Notes on the origin of the plan, such as the hardware on which it was measured and the results. Any
+            mapping of JSON values is accepted, or None.
 
     Raises:
         UnknownNameError: A rule, or a key of a mapping, does not exist.
-        PlanError: A value is not allowed for its field, or fields contradict one another.
+        PlanError: A value is not allowed for its field, or two fields contradict each other.
     """
 
     compute: str = field(default="bf16", metadata={"formats": ("fp32", *LOW)})
@@ -157,31 +178,37 @@ class Plan:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The compute format as a torch dtype."""
+        """The format of the field ``compute`` as a torch dtype."""
         return FORMATS[self.compute].dtype
 
     @property
     def stores_low(self) -> bool:
-        """Whether the model's parameters are stored in bf16 or fp16, except in regions with another setting."""
+        """Whether the plan stores the parameters of the model in bf16 or fp16.
+
+        A region with its own ``params`` may store its parameters in another format.
+        """
         return self.params == "compute" and self.compute in LOW
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether parameters of the model or of a region are stored in bf16 or fp16, and the optimizer keeps fp32 masters."""
+        """Whether the optimizer keeps fp32 copies of parameters, called master weights, and updates those.
+
+        This is the case if ``master`` is ``fp32``, and the model or a region stores parameters in bf16 or fp16.
+        """
         return self.master == "fp32" and (
             self.stores_low or any(region.params in LOW for region in self.regions)
         )
 
     @property
     def lacks_masters(self) -> bool:
-        """Whether parameters of the model or of a region are stored in bf16 or fp16 without fp32 masters."""
+        """Whether parameters of the model or of a region are stored in bf16 or fp16 without fp32 master weights."""
         return self.master == "none" and (
             self.stores_low or any(region.params in LOW for region in self.regions)
         )
 
     @property
     def autocasts(self) -> bool:
-        """Whether operators are autocast to the plan's own compute format."""
+        """Whether operators outside all regions are cast to bf16 or fp16 by their rules."""
         return self.compute in LOW and (self.rules != "none" or bool(self.ops))
 
     @property
@@ -190,7 +217,7 @@ class Plan:
         return frozenset({self.compute, *(region.compute for region in self.regions if region.compute)})
 
     def summary(self) -> str:
-        """Describe the plan in one sentence, for reports and messages."""
+        """Return one sentence that describes the plan, for reports and messages."""
         parts = [f"computes in {self.compute}"]
         if self.autocasts:
             whose = {"native": "torch.autocast's", "cuda": "CUDA's", "apex": "Apex O1's", "none": "no"}[
@@ -227,10 +254,15 @@ class Plan:
 
     @classmethod
     def preset(cls, name: str) -> Plan:
-        """Return the preset of this name; `PRESETS` has all of them.
+        """Return the plan that has a name, such as ``bf16-mixed`` or ``fp16-master``.
+
+        The presets are the keys of ``castwise.plans.plan.PRESETS``.
+
+        Args:
+            name: The name of the preset.
 
         Raises:
-            UnknownNameError: No such preset.
+            UnknownNameError: There is no preset of this name. The message lists all names.
         """
         try:
             return PRESETS[name]
@@ -246,20 +278,21 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read a plan from its one-line form.
+        """Read a plan from its one-line form, which ``str(plan)`` returns.
 
         Args:
-            text: A preset name and any number of ``+field=value``, such as ``bf16-mixed+ops.exp=fp32``,
-                ``fp16-mixed+loss_scale.interval=1000``, ``bf16-mixed+regions.encoder.*.norm=fp32`` or
-                ``bf16-true+regions.type:BatchNorm*=params:fp32``; `castwise.core.plans.line` has the grammar.
-                ``bf16`` and ``fp16`` in place of the preset stand for ``bf16-mixed`` and ``fp16-mixed``.
+            text: The name of a preset, followed by any number of changes of the form ``+field=value``. Examples are
+                ``bf16-mixed+ops.exp=fp32``, ``fp16-mixed+loss_scale.interval=1000``,
+                ``bf16-mixed+regions.encoder.*.norm=fp32`` and ``bf16-true+regions.type:BatchNorm*=params:fp32``.
+                ``bf16`` and ``fp16`` in place of the preset mean ``bf16-mixed`` and ``fp16-mixed``. The grammar is in
+                the documentation of `castwise.core.plans.line`.
 
         Returns:
-            The plan, without provenance.
+            The plan. Its ``provenance`` is None, since the one-line form does not contain it.
 
         Raises:
-            UnknownNameError: No such preset or field.
-            PlanError: The line is malformed, or a value is not allowed for its field.
+            UnknownNameError: The preset or a field does not exist.
+            PlanError: The text is malformed, or a value is not allowed for its field.
         """
         if not isinstance(text, str):
             raise PlanError(
@@ -275,7 +308,10 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256, in hex, of the plan's JSON without provenance, which is the same in every process."""
+        """The SHA-256 hash of the plan as a hexadecimal string, which identifies the plan in every process.
+
+        It is computed from the JSON of all fields except ``provenance``, so equal plans have equal digests.
+        """
         decided = _values(self)
         for f in dataclasses.fields(self):
             if f.metadata.get("later") and decided[f.name] == f.default:
@@ -284,31 +320,34 @@ class Plan:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Write the plan as JSON text with provenance, version 1 of `castwise.schemas.schema("plan")`."""
+        """Return the plan as JSON text, including ``provenance``.
+
+        The text follows version 1 of the JSON Schema that ``castwise.schemas.schema("plan")`` returns.
+        """
         values = {"version": PLAN_VERSION, **_values(self), "provenance": to_json(self.provenance)}
         return json.dumps(values, indent=2, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from JSON text; missing fields get their defaults.
+        """Read a plan from JSON text, as :meth:`to_json` returns it.
 
         Args:
-            text: A JSON object with a plan's fields.
+            text: A JSON object with the fields of a plan. Missing fields get their default values.
 
         Returns:
-            The plan, provenance included.
+            The plan, including ``provenance``.
 
         Raises:
-            UnknownNameError: A key does not exist in a plan, region or loss scale.
+            UnknownNameError: A key is not a field of a plan, region or loss scale.
             PlanError: The JSON is malformed, or a value is not allowed for its field.
         """
         return cls._from_json("Plan.from_json", text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file as JSON, with provenance.
+        """Write the plan to a JSON file, including ``provenance``.
 
         Args:
-            path: The file; it is replaced if it exists.
+            path: The path of the file, which is overwritten if it exists.
         """
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
@@ -317,13 +356,13 @@ class Plan:
         """Read a plan from a JSON file.
 
         Args:
-            path: A file that :meth:`save` or a user wrote.
+            path: The path of a file that :meth:`save` has written or that was written by hand.
 
         Returns:
-            The plan, provenance included.
+            The plan, including ``provenance``.
 
         Raises:
-            UnknownNameError: A key does not exist in a plan, region or loss scale.
+            UnknownNameError: A key is not a field of a plan, region or loss scale.
             PlanError: The file cannot be read, the JSON is malformed, or a value is not allowed for its field.
         """
         call = f"Plan.load({shown(os.fsdecode(path))})"

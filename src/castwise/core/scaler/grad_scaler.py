@@ -30,47 +30,55 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 class GradScaler(_torch.grad_scaler.OpenGradScaler):
-    """A loss scaler that behaves like ``torch.amp.GradScaler`` by default and has more options.
+    """Scales losses so that fp16 gradients do not underflow, as ``torch.amp.GradScaler`` does, with further options.
+
+    Use it in a training loop that calls autocast and the scaler itself. An :class:`~castwise.Amp` has a scaler of its
+    own and needs no other. With its default arguments, it computes the same scales and steps as torch's scaler.
 
     It adds to torch's scaler:
 
-    - hysteresis, a floor and a ceiling of the scale
+    - options for when the scale shrinks (``hysteresis``) and for its limits (``floor``, ``ceiling``)
     - a separate scale for each named loss
-    - agreement between ranks on non-finite gradients
+    - agreement between ranks on infinite or NaN gradients
     - steps of optimizers that take a closure
-    - the outcome of a step (:meth:`result_of`, :attr:`previous_skipped`) without waiting for the device
-    - an error that names parameters when the scale is at its floor and gradients still overflow
+    - the outcome of a step without waiting for the device (:meth:`result_of`, :attr:`previous_skipped`)
+    - an error that names parameters if gradients still overflow although the scale has reached ``floor``
 
-    A bf16 or fp16 loss is scaled in fp32 whatever its shape (torch scales a 1-d fp16 loss in fp16, to infinity).
-
-    Two defaults differ from torch. After ``patience`` skips in a row it raises, where torch skips for ever. If
-    gradients are DTensors, the ranks of all their meshes skip together, where torch reduces over the mesh of the first
-    gradient only.
+    It differs from torch's scaler in three ways. A bf16 or fp16 loss of any shape is scaled in fp32, where torch scales
+    a 1-d fp16 loss in fp16, which overflows. After ``patience`` skipped steps in a row it raises an error if the scale
+    cannot shrink any more, where torch skips every further step. If gradients are DTensors, the ranks of all their
+    meshes skip a step together, where torch considers only the mesh of the first gradient.
 
     Args:
-        device: Device type of the gradients.
+        device: The device type of the gradients.
         init_scale: The first scale.
-        growth_factor: Factor by which the scale grows after ``growth_interval`` updates with finite gradients, > 1.
-        backoff_factor: Factor by which the scale shrinks after an update with non-finite gradients, < 1.
-        growth_interval: Number of updates in a row with finite gradients before the scale grows.
-        enabled: Whether to scale at all. False passes everything through.
-        hysteresis: Number of updates with non-finite gradients before the scale shrinks. They are counted until the
-            scale grows.
-        floor: Smallest scale, or None as in torch.
-        ceiling: Largest scale, or None as in torch.
-        dynamic: False keeps the scale constant; steps with non-finite gradients are still skipped.
-        reduce: A function that makes ranks agree on non-finite gradients. It is called with each flag, a 0-dim fp32
-            tensor, and replaces it by the maximum over all ranks that act together: in place, or by returning it.
-        process_group: A process group whose ranks agree by an all-reduce, to give instead of ``reduce``. With neither,
-            the ranks of DTensor gradients' meshes agree.
-        allow_fp16_grads: Unscale fp16 gradients too, for parameters that are stored in fp16 without masters.
-        patience: Number of updates in a row with non-finite gradients, the last with the scale at its floor, at which
-            :class:`~castwise.errors.LossScaleError` is raised. Without a floor, the smallest normal fp32 number counts
-            as the floor. A scale that is not dynamic is always at its floor.
+        growth_factor: The factor by which the scale grows after ``growth_interval`` updates in a row with finite
+            gradients. It must be above 1.
+        backoff_factor: The factor by which the scale shrinks after an update with infinite or NaN gradients. It must be
+            below 1.
+        growth_interval: The number of updates in a row with finite gradients before the scale grows.
+        enabled: Whether to scale losses. With False, losses are returned unscaled and no step is skipped.
+        hysteresis: The number of updates with infinite or NaN gradients before the scale shrinks. The count starts
+            again when the scale grows.
+        floor: The smallest scale. None sets no limit, as in torch.
+        ceiling: The largest scale. None sets no limit, as in torch.
+        dynamic: Whether the scale changes. With False it stays the same, and steps with infinite or NaN gradients are
+            still skipped.
+        reduce: A function that makes ranks agree on infinite or NaN gradients. It takes a flag, which is a 0-dim fp32
+            tensor, and computes the maximum of the flag over all ranks that train together. It writes the maximum into
+            the flag or returns it.
+        process_group: A process group whose ranks agree by an all-reduce, in place of ``reduce``. If neither is given,
+            the ranks in the meshes of DTensor gradients agree.
+        allow_fp16_grads: Whether to unscale fp16 gradients too. Pass True if parameters are stored in fp16 without fp32
+            master weights.
+        patience: The number of updates in a row with infinite or NaN gradients after which an error is raised. It is
+            raised only if the scale is also at ``floor``. If ``floor`` is None, the smallest normal fp32 number counts
+            as the floor. If ``dynamic`` is False, the scale always counts as being at its floor.
 
     Raises:
-        PlanError: The limits contradict each other or ``init_scale``.
-        LossScaleError: From :meth:`step`, if gradients still overflow with the scale at its floor.
+        PlanError: ``floor``, ``ceiling`` and ``init_scale`` contradict each other, or another argument has a value that
+            is not allowed.
+        LossScaleError: From :meth:`step`, if gradients still overflow although the scale is at its floor.
         StateError: From :meth:`scale`, if gradients of losses with different scales would be added.
     """
 
@@ -131,9 +139,12 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
     @classmethod
     def from_loss_scale(cls, loss_scale: LossScale, device: str = "cuda", **extras: Any) -> GradScaler:
-        """Create a scaler from a plan's :class:`~castwise.LossScale`.
+        """Create a scaler from a :class:`~castwise.LossScale`, the part of a plan that describes loss scaling.
 
-        ``extras`` are further arguments of the constructor.
+        Args:
+            loss_scale: The settings.
+            device: The device type of the gradients.
+            extras: Further arguments of the constructor.
         """
         return cls(
             device,
@@ -149,14 +160,14 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         )
 
     def is_enabled(self) -> bool:
-        """Whether losses are multiplied by the scale."""
+        """Return whether losses are multiplied by the scale."""
         return self.scales
 
     # --- scales -------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> ScalePolicy:
-        """The constants by which the scale is updated."""
+        """The settings by which the scale grows and shrinks, such as the growth factor and the growth interval."""
         return dataclasses.replace(
             self._limits,
             growth=self.get_growth_factor(),
@@ -165,7 +176,14 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         )
 
     def get_scale(self, name: str = DEFAULT) -> float:
-        """Return the scale of a loss as a number, or 1.0 when disabled. Synchronises with the device."""
+        """Return the scale of a loss as a Python number, or 1.0 if the scaler is disabled.
+
+        The host waits for the device. In the scaler of an :class:`~castwise.Amp`, the result is the scale that the next
+        backward pass will use.
+
+        Args:
+            name: The name of the loss.
+        """
         self.asked = True
         return self._state_now()(name).scale if self.scales else 1.0
 
@@ -176,21 +194,30 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def scale_tensor(self, name: str | None = None) -> torch.Tensor:
         """Return the scale of a loss as a 0-dim fp32 tensor on the device, without waiting for the device.
 
-        Without a name, the loss is the one that was scaled last.
+        Args:
+            name: The name of the loss. With None, it is the loss by whose scale the current gradients are multiplied.
         """
         return self._losses.scale_tensor(name)
 
     def next_state(self, found_inf: bool, name: str = DEFAULT) -> ScaleState:
-        """Return the state that the scale of a loss would have after one more update, and change nothing.
+        """Return the scale and the counters that a loss would have after one more update, without changing them.
 
-        ``found_inf`` says whether gradients are not finite in that update. Synchronises with the device.
+        The host waits for the device.
+
+        Args:
+            found_inf: Whether to assume infinite or NaN gradients in that update.
+            name: The name of the loss.
         """
         return next_state(self._losses.state_of(name), found_inf, self.policy)
 
     def state_after_update(self, name: str = DEFAULT) -> ScaleState:
-        """Return the state that the scale of a loss would have if :meth:`update` were called now, and change nothing.
+        """Return the scale and the counters that a loss would have after a call of :meth:`update`, and change neither.
 
-        Synchronises with the device.
+        The call is assumed to be made now, so the result depends on the gradients of the steps since the last call of
+        :meth:`update`. The host waits for the device.
+
+        Args:
+            name: The name of the loss.
         """
         state = self._losses.state_of(name)
         if any(bool(flag > 0) for of, flag in self.returned() if of == name):
@@ -218,18 +245,18 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return {**flags, name: torch.maximum(flags[name].to(flag.device), (flag > known).float())}
 
     def scale(self, outputs: _Outputs, name: str = DEFAULT) -> _Outputs:
-        """Multiply a loss, or several, by the scale of ``name``.
+        """Return a loss, or several losses, multiplied by the loss scale.
 
         Args:
-            outputs: Tensor of any shape, or an iterable of them; bf16 and fp16 tensors are scaled in fp32.
-            name: Name of the loss. Gradients of losses with different names must not be added: use :meth:`backward` for
-                them.
+            outputs: A tensor of any shape, or an iterable of tensors. bf16 and fp16 tensors are multiplied in fp32.
+            name: The name of the loss. Losses with different names have separate scales, so their scaled gradients must
+                not be added. To add them in the same parameters, use :meth:`backward`.
 
         Returns:
-            The same structure, scaled.
+            The scaled tensor, or the scaled tensors in a container of the same type.
 
         Raises:
-            StateError: Another loss has been scaled since the last update.
+            StateError: A loss with another name has been scaled since the last call of :meth:`update`.
         """
         if not self.scales:
             return outputs
@@ -267,18 +294,18 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         params: Callable[[], Iterable[torch.Tensor]] | Iterable[torch.Tensor],
         **kwargs: Any,
     ) -> None:
-        """Scale a loss by the scale of ``name`` and compute its gradients, so that losses with other scales can follow.
+        """Scale a loss and add its gradients to ``.grad``, which may hold gradients of losses with other scales.
 
-        The first loss after an update costs nothing extra. For any further loss, the existing gradients are set aside.
-        The new gradients are checked, rescaled to the scale of the first loss in their dtype, and added to the existing
-        ones.
+        The first loss after a call of :meth:`update` is scaled as by :meth:`scale`, at no additional cost. The
+        gradients of a further loss with another name are computed separately, checked, and converted to the scale of
+        the first loss, in their own dtype. They are then added to the existing gradients.
 
         Args:
-            loss: Scalar.
-            name: Name of the loss, which selects the scale.
-            params: The parameters that this loss, or an earlier loss since the last update, reaches. Or a function that
-                returns them.
-            kwargs: As in ``Tensor.backward``.
+            loss: A tensor with one element.
+            name: The name of the loss. Losses with different names have separate scales.
+            params: The parameters that get gradients from this loss, or from another loss since the last call of
+                :meth:`update`. It can also be a function that returns them.
+            kwargs: Further arguments of ``torch.Tensor.backward``.
         """
         losses, base = self._losses, self._losses.opened_by
         if base is None or losses.is_first(name):
@@ -317,9 +344,16 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- steps --------------------------------------------------------------------------------------------
 
     def step_or_skip(self, optimizer: Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the optimizer's step unless a flag says that a gradient is not finite, and record the outcome.
+        """Make the step of an optimizer unless its gradients are infinite or NaN, and record which of the two happened.
 
-        ``state`` is the optimizer's record (:class:`~castwise.core.scaler.flags.Flags`), which holds its flags.
+        :meth:`step` calls this after the gradients were unscaled.
+
+        Args:
+            optimizer: The optimizer.
+            state: What the scaler has recorded about the optimizer, in the form of torch's scaler. It contains the
+                flags that tell whether gradients are infinite or NaN.
+            args: Arguments for ``optimizer.step``.
+            kwargs: Keyword arguments for ``optimizer.step``.
         """
         skip = False
         for flag in state["found_inf_per_device"].values():
@@ -330,22 +364,25 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def step(
         self, optimizer: Optimizer, *args: Any, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Unscale the gradients unless they are unscaled already, then step, or skip if a gradient is not finite.
+        """Unscale the gradients, then make the optimizer step, or skip it if a gradient is infinite or NaN.
+
+        Gradients that :meth:`unscale_` has divided already are not divided again.
 
         Args:
-            optimizer: An optimizer whose gradients were computed since the last update.
-            args: Arguments for ``optimizer.step``. If the first is a function, it is taken as ``closure``.
-            closure: A function that clears gradients, computes the loss, calls ``scaler.scale(loss).backward()`` and
-                returns the loss. Gradients are unscaled and checked each time it is called. At the first non-finite
-                gradient, parameters and optimizer state are restored, and the step counts as skipped. Gradients that
-                were computed before the step (as SAM does) are unscaled first.
-            kwargs: Arguments for ``optimizer.step``.
+            optimizer: An optimizer whose gradients were computed since the last call of :meth:`update`.
+            args: Arguments for ``optimizer.step``. If the first one is a function, it is used as ``closure``.
+            closure: A function that clears the gradients, computes the loss, calls ``scaler.scale(loss).backward()``
+                and returns the loss. After each call of it, the gradients are unscaled and checked. If a gradient is
+                infinite or NaN, parameters and optimizer state are restored, and the step counts as skipped. Gradients
+                that were computed before this call, as SAM does, are unscaled first.
+            kwargs: Keyword arguments for ``optimizer.step``.
 
         Returns:
-            What ``optimizer.step`` returned, or None if it was skipped.
+            The return value of ``optimizer.step``, or None if the step was skipped.
 
         Raises:
-            LossScaleError: Gradients have been non-finite ``patience`` times in a row with the scale at its floor.
+            LossScaleError: Gradients were infinite or NaN ``patience`` times in a row, and the scale is at its floor.
+            RuntimeError: The optimizer has already stepped since the last call of :meth:`update`.
         """
         if closure is None and args and callable(args[0]):
             closure, args = args[0], args[1:]
@@ -371,10 +408,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def note_outcome(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Record whether a step of an optimizer was skipped.
 
-        ``skipped`` is None if a fused kernel decides on the device, so that the host does not know.
+        Args:
+            optimizer: The optimizer.
+            skipped: Whether the step was skipped. None if a fused kernel decides this on the device, so that the host
+                does not know it.
 
         Raises:
-            LossScaleError: Gradients have been non-finite ``patience`` times in a row with the scale at its floor.
+            LossScaleError: Gradients were infinite or NaN ``patience`` times in a row, and the scale is at its floor.
         """
         if skipped is not None:
             self._outcomes.skips[id(optimizer)] = skipped
@@ -386,7 +426,12 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
                 self._refuse_to_go_on(optimizer)
 
     def take(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepResult:
-        """Step or skip as :meth:`step` does, and return the outcome."""
+        """Make or skip a step as :meth:`step` does, and return a :class:`~castwise.StepResult`.
+
+        Args:
+            optimizer: The optimizer.
+            closure: A function that computes the loss and its gradients, as in :meth:`step`.
+        """
         self.step(optimizer, closure=closure)
         if not self.works or self._outcomes.skips.get(id(optimizer)) is False:
             return STEPPED
@@ -422,7 +467,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return self._unscaling.unscale(optimizer, inverse, found, allow_fp16=False)
 
     def note_unscaled(self, optimizer: Optimizer) -> None:
-        """Record an optimizer's gradients as unscaled, wherever they come from, and check whether they are finite."""
+        """Record that the gradients of an optimizer are not multiplied by the scale, and check whether they are finite.
+
+        Call this for gradients that your code has computed without :meth:`scale` or has unscaled itself.
+
+        Args:
+            optimizer: The optimizer.
+        """
         one = gradients.number(1.0, self._losses.scale_tensor().device)
         found = self._unscaling.unscale(optimizer, one, torch.zeros_like(one), allow_fp16=True)
         self._flags.add(id(optimizer), found)
@@ -468,17 +519,17 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         )
 
     def non_finite_params(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of an optimizer's parameters whose gradients now contain an infinity or a NaN.
+        """Return the names of an optimizer's parameters whose current gradients contain an infinity or a NaN.
 
-        Synchronises with the device.
+        The host waits for the device.
         """
         names = self.param_names() if self.param_names is not None else {}
         return gradients.non_finite_params(optimizer, names)
 
     def non_finite_weights(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of an optimizer's parameters that hold an infinity or a NaN themselves.
+        """Return the names of an optimizer's parameters whose own values contain an infinity or a NaN.
 
-        Synchronises with the device.
+        The host waits for the device.
         """
         names = self.param_names() if self.param_names is not None else {}
         return gradients.non_finite_weights(optimizer, names)
@@ -486,12 +537,21 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- outcomes -----------------------------------------------------------------------------------------
 
     def result_of(self, *optimizers: Optimizer, grad_norm: torch.Tensor | None = None) -> StepResult:
-        """Return the joint outcome of the last steps of these optimizers.
+        """Return the joint outcome of the last steps of one or several optimizers.
 
-        Each must have stepped since the last :meth:`update`, or between the last two.
+        The joint step counts as skipped if any of the steps was skipped.
+
+        Args:
+            optimizers: The optimizers. Each must have stepped since the last call of :meth:`update` or between the last
+                two calls.
+            grad_norm: The norm of the gradients before clipping, which is stored in the result.
+
+        Returns:
+            A :class:`~castwise.StepResult`. Creating it does not wait for the device.
 
         Raises:
-            StateError: An optimizer has not stepped since then.
+            StateError: An optimizer stepped neither since the last call of :meth:`update` nor between the last two
+                calls.
         """
         if not self.works:
             return StepResult(None, grad_norm=grad_norm)
@@ -500,25 +560,29 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
 
     @property
     def last_result(self) -> StepResult | None:
-        """The outcome of the last step of any optimizer; None before the first step or when disabled."""
+        """The outcome of the last step of any optimizer, or None before the first step or if the scaler is disabled."""
         key = self._outcomes.last_stepped
         return None if key is None else self._outcomes.result(self._flags.states, key)
 
     @property
     def previous_skipped(self) -> bool | None:
-        """Whether a step was skipped between the last two calls of :meth:`update`; None before the first call.
+        """Whether a step was skipped between the last two calls of :meth:`update`, or None before the first call.
 
-        Reading this does not synchronise while the device is at most one step behind, because outcomes are copied to
-        the host in the background after the first read.
+        After this was read once, outcomes are copied to the host in the background. Reading it then does not wait as
+        long as the device is at most one step behind the host.
         """
         return self._outcomes.previous_skipped
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale of every loss that was scaled since the last update: grow, shrink or keep it.
+        """Update the scale of every loss that was scaled since the last call of this method.
+
+        A scale shrinks if the gradients of its loss were infinite or NaN. It grows if they were finite for
+        ``growth_interval`` updates in a row, and stays the same otherwise. Call this once after the steps of all
+        optimizers.
 
         Args:
-            new_scale: A scale to set instead, for the loss that was scaled first since the last update, or for the
-                default loss if none was.
+            new_scale: A value to which the scale is set instead. It applies to the first loss that was scaled since the
+                last call. If none was scaled, it applies to the loss named ``"loss"``.
         """
         if not self.scales:
             return
@@ -553,12 +617,12 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def note_dropped(self, dropped: Mapping[int, Mapping[torch.device, torch.Tensor]], stepped: bool) -> None:
         """Record gradients that were unscaled and then cleared without a step, and shrink the scale if they overflowed.
 
-        Finite gradients change nothing.
+        If the gradients were finite, the scale does not change.
 
         Args:
-            dropped: By the ``id`` of each optimizer and by device, a tensor that is above zero if one of its gradients
-                there was not finite.
-            stepped: Whether steps were made since the last update, so that :meth:`update` will be called in any case.
+            dropped: For each optimizer, by its ``id``, and for each device, a tensor that is above zero if a gradient
+                of the optimizer on the device was infinite or NaN.
+            stepped: Whether steps were made since the last update. :meth:`update` will then be called in any case.
         """
         for key, flags in dropped.items():
             bad = read_on_host(flags.values())
@@ -571,10 +635,12 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             self.update()
 
     def note_left(self, returned: dict[str, torch.Tensor]) -> None:
-        """Shrink the scales of losses whose gradients were returned to the user and were not finite.
+        """Shrink the scales of losses whose gradients were returned to the user and were infinite or NaN.
 
-        These gradients were never set on parameters. ``returned`` holds for each loss, by name, a tensor that is above
-        zero if they were not finite.
+        This concerns gradients that were returned, as by :meth:`castwise.Amp.grad`, and never written to ``.grad``.
+
+        Args:
+            returned: For each loss, by name, a tensor that is above zero if its gradients were infinite or NaN.
         """
         if self._limits.dynamic:
             self._losses.hold_back(returned)
@@ -601,9 +667,10 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's GradScaler does, with further keys if hysteresis or further losses are used.
+        """Return the scale and its counters as a dictionary, which ``torch.amp.GradScaler`` can also load.
 
-        Synchronises with the device.
+        If ``hysteresis`` is above 1 or further losses are used, the dictionary has additional keys. It is empty if the
+        scaler is disabled. The host waits for the device.
         """
         if not self.scales:
             return {}
@@ -615,7 +682,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         return {**super().state_dict(), **first, **({"losses": losses} if losses else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of torch's GradScaler, and clamp scales to floor and ceiling."""
+        """Load a state that this class or ``torch.amp.GradScaler`` has saved.
+
+        Loaded scales are limited to the range from ``floor`` to ``ceiling``. A disabled scaler ignores the state.
+
+        Args:
+            state_dict: The dictionary that ``state_dict()`` returned.
+        """
         if self.scales:
             super().load_state_dict(state_dict)
             self._losses.load(state_dict, self._limits)

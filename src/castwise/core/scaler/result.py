@@ -42,15 +42,21 @@ def read_on_host(flags: Collection[torch.Tensor]) -> bool | None:
 class StepResult:
     """Tells whether an optimizer step was made or skipped.
 
-    The host waits for the device only if :attr:`skipped` is read.
+    :meth:`castwise.Amp.step` returns it. It is true in a condition if the step was made. On an accelerator, the device
+    may decide this after ``step`` has returned. The host waits for the device when :attr:`skipped` is read, when the
+    result is used as a condition, and in some cases when :attr:`restored` is read::
+
+        if not amp.step(optimizer):
+            print("the step was skipped because a gradient was infinite or NaN")
 
     Args:
-        flags: Flags of the step's gradients, each a 0-dim fp32 tensor that is above zero if a gradient was not finite.
-            None if the step could not have been skipped.
-        skipped: Whether the step was skipped, if the host knows it already.
-        grad_norm: Norm of the gradients before clipping, if they were clipped: 0-dim, on the gradients' device.
-        send: Whether to copy the flag to the host in the background, so that it has arrived when the next step reads
-            it.
+        flags: Flags of the step's gradients, each a 0-dim fp32 tensor that is above zero if a gradient is infinite or
+            NaN. None if the step could not have been skipped.
+        skipped: Whether the step was skipped, if the host knows this already.
+        grad_norm: The norm of the gradients before clipping, as a 0-dim tensor on their device. None if they were not
+            clipped.
+        send: Whether to copy the flag to the host in the background, so that the host can read it later without
+            waiting.
     """
 
     __slots__ = ("_event", "_flags", "_grad_norm", "_host", "_restored", "_skipped")
@@ -76,7 +82,12 @@ class StepResult:
 
     @classmethod
     def join(cls, results: Sequence[StepResult], grad_norm: torch.Tensor | None = None) -> StepResult:
-        """Return the joint result of several steps, which counts as skipped if one of them was."""
+        """Combine the results of several steps into one, which counts as skipped if any of the steps was skipped.
+
+        Args:
+            results: The results of the steps.
+            grad_norm: The joint norm of the gradients before clipping. None if they were not clipped.
+        """
         if len(results) == 1 and grad_norm is None:
             return results[0]
         flags = [flag for result in results for flag in result._flags or ()]
@@ -95,9 +106,10 @@ class StepResult:
 
     @property
     def found_inf(self) -> torch.Tensor:
-        """A 0-dim fp32 tensor that is above zero if a gradient was not finite, so that the step was skipped.
+        """A 0-dim fp32 tensor that is above zero if a gradient was infinite or NaN, so that the step was skipped.
 
-        It is on the gradients' device, or on the CPU if the step could not have been skipped.
+        It is on the device of the gradients. If the step could not have been skipped, it is a zero on the CPU. Reading
+        the attribute does not wait for the device.
         """
         if not self._flags:
             return torch.zeros((), dtype=torch.float32, device="cpu")
@@ -106,17 +118,24 @@ class StepResult:
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The norm of the gradients before clipping, 0-dim, on their device; None if they were not clipped."""
+        """The norm of the gradients before clipping, as a 0-dim tensor on their device.
+
+        It is None if the gradients were not clipped.
+        """
         return self._grad_norm
 
     @property
     def known(self) -> bool:
-        """Whether :attr:`skipped` can be read now without waiting."""
+        """Whether :attr:`skipped` can be read now without waiting for the device."""
         return self._skipped is not None or (self._event is not None and self._event.query())
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped. Synchronises with the device, unless the next step has been made since."""
+        """Whether the step was skipped because a gradient was infinite or NaN.
+
+        Reading this waits until the device has finished the step. If the next step has been made since, the device has
+        usually finished, and reading does not wait.
+        """
         if self._skipped is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -127,15 +146,21 @@ class StepResult:
         return bool(self._skipped)
 
     def note_restored(self, restored: Sequence[Restored]) -> None:
-        """Record which buffers were restored after the step was skipped."""
+        """Record which buffers were reset to their last finite values after the step was skipped.
+
+        Args:
+            restored: The names of the buffers, as :attr:`restored` returns them. Each group of names may come with a
+                bool tensor that says for each name whether the buffer was reset.
+        """
         self._restored = restored
 
     @property
     def restored(self) -> tuple[str, ...]:
-        """The names of the buffers that were restored to their last finite values because the step was skipped.
+        """The names of the buffers that were reset to their last finite values because the step was skipped.
 
-        If the :class:`~castwise.Amp` has several models, the class of the model is in front of each name. Waits for the
-        device if a fused optimizer decided there whether to skip.
+        A buffer, such as a running mean of BatchNorm, is reset if it became infinite or NaN in the forward pass before
+        the step. If the :class:`~castwise.Amp` has prepared several models, each name begins with the class name of its
+        model. Reading this waits for the device if the optimizer is fused and the device decided whether to skip.
         """
         names: dict[str, None] = {}
         for some, which in self._restored:

@@ -77,29 +77,50 @@ class _HowPrepared(TypedDict, total=False):
 
 
 class Amp(masters.OfThisProcess):
-    """Applies a precision plan to models and optimizers in any training loop.
+    """Applies a precision plan to models and optimizers, so that any training loop runs in mixed precision.
+
+    A plan says in which numeric format (fp32, bf16 or fp16) operators compute and parameters are stored, and whether
+    the loss is scaled. Create one ``Amp`` for a training run, prepare each model with its optimizers, and replace
+    ``loss.backward()`` and ``optimizer.step()`` by its methods::
+
+        amp = castwise.Amp("bf16-mixed")
+        model, optimizer = amp.prepare(model, optimizer)
+        for inputs, targets in loader:
+            loss = criterion(model(inputs), targets)
+            amp.backward(loss)
+            amp.step(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+
+    :meth:`close`, or the end of a ``with`` block, restores models, optimizers and process-wide settings.
 
     Args:
-        plan: A :class:`~castwise.Plan`, a preset name, or the path of a plan file.
-        device: Device of the model, as torch takes it; by default the available accelerator, else the CPU.
-        group: Process group whose ranks act together: they use one plan, and agree on skipping a step and on norms
-            if their gradients can differ. By default all ranks; ``castwise.ranks.ALONE`` is this process alone.
-        nonfinite: What to do at a step whose gradients hold an infinity or a NaN. ``"skip"`` skips the step and counts
-            it. ``"raise"`` raises before anything has changed: at once under a plan without a loss scale, and under a
-            plan with a loss scale when no smaller scale is left to try. ``"allow"`` does not check gradients. It cannot
-            be used with a loss scale, which is adjusted by skipping steps.
-        patience: Number of skipped steps in a row at which an error that names the parameters is raised. Under a
-            dynamic loss scale, it is raised only once the scale is at its floor.
-
-    At the end of a ``with`` block, or with :meth:`close`, models, operators and process-wide settings are restored.
+        plan: A :class:`~castwise.Plan`, the name of a preset, the one-line form that :meth:`Plan.parse
+            <castwise.Plan.parse>` reads, the path of a plan file, or a dtype. A dtype stands for autocasting to that
+            dtype.
+        device: The device of the model, as torch accepts it. The default is the available accelerator, or else the CPU.
+        group: The process group whose ranks train together. These ranks must use the same plan. If their gradients can
+            differ, they skip a step together and compute gradient norms over all of them. The default is all ranks.
+            ``castwise.ranks.ALONE`` means only this process.
+        nonfinite: What a step does if a gradient is infinite or NaN. ``"skip"`` skips the step and counts it in
+            :attr:`skipped_steps`. ``"raise"`` raises an error before the step changes anything. Under a plan with a
+            loss scale, it skips steps and lowers the scale first, and raises once the scale cannot be lowered any more.
+            ``"allow"`` does not check gradients. It is not allowed under a plan with a loss scale, which is adjusted by
+            skipping steps.
+        patience: The number of skipped steps in a row after which an error is raised that names the affected
+            parameters. Under a dynamic loss scale, the error is raised only if the scale has also reached its smallest
+            allowed value.
 
     Raises:
-        PlanError: The plan does not exist or is invalid.
-        DeviceError: The device does not exist or lacks a format of the plan.
+        PlanError: The plan does not exist or is invalid, or ``nonfinite`` or ``patience`` has a value that is not
+            allowed.
+        DeviceError: The device does not exist or does not support a format of the plan.
+        StateError: ``group`` is not a process group.
     """
 
     scaler: GradScaler
-    """The scaler that holds the loss scale. Under a plan without a loss scale, it only skips steps that are not finite."""
+    """The scaler that holds the loss scale.
+
+    Under a plan without a loss scale, it only skips steps with non-finite gradients."""
 
     def __init__(
         self,
@@ -150,7 +171,11 @@ class Amp(masters.OfThisProcess):
 
     @staticmethod
     def of(model: nn.Module) -> Amp | None:
-        """Return the Amp that has prepared a model, or None. The Amp lives as long as the model does."""
+        """Return the :class:`Amp` that has prepared a model, or None if no ``Amp`` has.
+
+        The model keeps its ``Amp`` alive: an ``Amp`` that has prepared a model exists at least as long as the model
+        does.
+        """
         return _prepared.get(_torch.calls.without_compiler(model))
 
     # --- preparing ----------------------------------------------------------------------------------------
@@ -172,38 +197,44 @@ class Amp(masters.OfThisProcess):
         part: bool = False,
         widen: bool | str = False,
     ) -> Any:
-        """Make a model run under the plan, and its optimizers train it under the plan.
+        """Make a model run under the plan and make its optimizers train it under the plan.
 
-        This works in place, by hooks: the same objects are returned, and references to parameters stay valid. Prepare
-        before ``torch.compile`` and before DistributedDataParallel, but after FSDP2's ``fully_shard`` and tensor
-        parallelism's ``parallelize_module``. Of a pipeline, prepare each stage. If the plan says so, the model is also
-        compiled, in place. If torch.distributed is initialised, all ranks must make the first call with an optimizer
-        (or with ``part=True``) together, and their plans are compared.
+        This changes the given objects in place, by hooks, and returns the same objects. References to parameters stay
+        valid. If the plan says so, the model is also compiled in place.
+
+        Call this before ``torch.compile`` and before the model is wrapped in DistributedDataParallel. Call it after
+        FSDP2's ``fully_shard`` and after tensor parallelism's ``parallelize_module``. If the model is a pipeline,
+        prepare each stage. If torch.distributed is initialised, the ranks compare their plans in the first call with an
+        optimizer or with ``part=True``. All ranks must make that call together.
 
         Args:
-            model: The model, before or during training, on its device.
-            optimizers: The optimizers that update the model. Prepare several models by several calls, each with the
-                optimizers that update that model. Pass an optimizer that updates several models with each of them. An
-                optimizer created later can be passed later, with the model again, unless the plan stores parameters in
-                bf16 or fp16.
-            methods: Names of methods besides ``forward`` that your code calls and that run under the plan too.
-            inference: Cast weights once instead of at every call, and keep no fp32 masters. This is for a model that is
-                not trained any more. Norm layers keep their weights.
-            part: Whether the model is one stage of a pipeline, so that regions of the plan that match no module in it
-                belong to other stages. :meth:`pipeline` checks that each region matches in some stage.
-            widen: Which tensors of a model that arrives in bf16 or fp16 to store in fp32, where the plan does not store
-                them in bf16 or fp16. True: trained parameters, and buffers of modules without frozen low parameters.
-                ``"all"``: frozen parameters too. The conversion is exact and in place, so that optimizers stay valid,
-                and their state is converted too. :meth:`close` restores the former dtypes, rounded.
+            model: The model, on its device. Training may have started already.
+            optimizers: The optimizers that update the model. To train several models, call this once for each, with the
+                optimizers that update it. An optimizer that updates several models is passed in each of these calls. An
+                optimizer that is created later can be passed in a later call with the same model, unless the plan
+                stores parameters in bf16 or fp16.
+            methods: The names of methods besides ``forward`` that your code calls and that must run under the plan too.
+            inference: Whether the model is only evaluated and not trained any more. Weights are then cast once instead
+                of at every call, except those of norm layers, and no fp32 master weights are kept. Pass no optimizer.
+            part: Whether the model is one stage of a pipeline. A region of the plan (a part of the model with a format
+                of its own) may then match no module here, since it may match in another stage. :meth:`pipeline` checks
+                that every region matches a module in some stage.
+            widen: Which tensors to convert from bf16 or fp16 to fp32, if the model arrives with such tensors. Tensors
+                that the plan stores in bf16 or fp16 are never converted to fp32. False converts none. True converts
+                trained parameters, and the buffers of modules that have no frozen bf16 or fp16 parameters. ``"all"``
+                also converts frozen parameters and all buffers. The conversion is exact and in place, so optimizers
+                stay valid, and their state is converted too. :meth:`close` rounds the tensors back to their former
+                dtypes.
 
         Returns:
-            ``model`` alone if no optimizer was given, else ``(model, *optimizers)``.
+            ``model`` if no optimizer was given, otherwise the tuple ``(model, *optimizers)``.
 
         Raises:
             PatternError: A region of the plan does not fit the model.
-            PlanError: Trained parameters arrive in bf16 or fp16 under a plan that stores them in fp32, and ``widen`` is
-                not given. Or ``widen`` is invalid or has no effect under the plan, or ranks have different plans.
-            StateError: The order of wrapping is wrong, or something is prepared twice.
+            PlanError: Trained parameters are bf16 or fp16, the plan stores them in fp32, and ``widen`` is not given. Or
+                ``widen`` is invalid or has no effect under the plan. Or the ranks have different plans.
+            StateError: The model was already wrapped, compiled or prepared, or an optimizer does not belong to the
+                model.
         """
         check_widen("prepare", widen)
         how: _HowPrepared = {"methods": methods, "inference": inference, "part": part, "widen": widen}
@@ -337,18 +368,18 @@ class Amp(masters.OfThisProcess):
     def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
         """Switch to another plan between two steps, by preparing the same models and optimizers again under that plan.
 
-        Weights and optimizer state stay. The loss scale stays if both plans have the same
-        :class:`~castwise.LossScale`. It is better to clear gradients before. :attr:`scaler` is replaced. If the change
-        fails, everything stays as it was. All ranks must call this together.
+        Weights and optimizer state are kept. The loss scale is kept if both plans have equal
+        :class:`~castwise.LossScale` settings. :attr:`scaler` becomes a new object. If the change fails, the former plan
+        stays in force. It is better to clear the gradients first. All ranks must call this together.
 
         Args:
-            plan: The new plan, as for the constructor.
+            plan: The new plan, in any form that the constructor accepts.
 
         Raises:
             PlanError: The plan does not exist or does not fit the model; see :meth:`prepare`.
-            DeviceError: The device cannot run the plan.
-            StateError: A model has run compiled. Or one of the plans stores parameters in bf16 or fp16, and a model is
-                sharded or in DistributedDataParallel.
+            DeviceError: The device does not support the plan.
+            StateError: A prepared model has already run compiled. Or the old or the new plan stores parameters in bf16
+                or fp16, and a model is sharded or is in DistributedDataParallel.
         """
         chosen = as_plan(plan)
         process.check_device(chosen, self.device_type)
@@ -388,7 +419,7 @@ class Amp(masters.OfThisProcess):
                     _meet_ddp(ddp, ddp.get_submodule("module"))
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Whether this Amp has prepared this very optimizer and has not been closed since."""
+        """Return whether this Amp has prepared this optimizer object and has not been closed since."""
         return self._members.holds(optimizer)
 
     def _has(self, model: Any) -> bool:
@@ -424,19 +455,19 @@ class Amp(masters.OfThisProcess):
     def resolve(
         self, model: nn.Module, *, part: bool = False, inference: bool = False, widen: bool | str = False
     ) -> Resolution:
-        """Work out what the plan means for each module and tensor of a model, without changing the model.
+        """Return what the plan would do to each module and tensor of a model, without changing the model.
 
-        ``print(amp.resolve(model))`` shows it.
+        ``print(amp.resolve(model))`` prints the result as a table.
 
         Args:
-            model: The model, prepared or not.
-            part: As for :meth:`prepare`.
-            inference: As for :meth:`prepare`.
-            widen: As for :meth:`prepare`.
+            model: The model, whether it is prepared or not.
+            part: Whether the model is one stage of a pipeline, as in :meth:`prepare`.
+            inference: Whether the model is only evaluated, as in :meth:`prepare`.
+            widen: Which bf16 and fp16 tensors would be converted to fp32, as in :meth:`prepare`.
 
         Returns:
-            The format of each module, the dtype of each tensor that changes, and the modules at whose entry and exit
-            tensors are cast.
+            The format in which each module computes, the new dtype of each tensor that would change, and the modules at
+                whose entry and exit tensors would be cast.
 
         Raises:
             PatternError: A region of the plan does not fit the model.
@@ -445,13 +476,18 @@ class Amp(masters.OfThisProcess):
         return resolve(self.plan, model, self.device_type, part=part, inference=inference, widen=widen)
 
     def autocast(self, *, enabled: bool = True, cache_enabled: bool | None = None) -> autocast:
-        """Return a context manager in which operators are cast by the plan, for code outside a prepared module.
+        """Return a context manager that casts operators as the plan says, for code outside a prepared model.
 
-        Such code may be a loss or another function.
+        A prepared model does this by itself in ``forward``. Use the context manager for other code, such as a loss
+        function::
+
+            with amp.autocast():
+                loss = contrastive_loss(model(inputs), targets)
 
         Args:
-            enabled: False for a part of such a block in which operators are not cast.
-            cache_enabled: As in :class:`castwise.autocast`.
+            enabled: Whether operators are cast. Pass False for code inside such a block that must not be cast.
+            cache_enabled: Whether bf16 or fp16 copies of fp32 weights are reused inside the block, as in
+                :class:`castwise.autocast`.
         """
         if enabled and cache_enabled is None:
             if self._block is None:
@@ -462,20 +498,22 @@ class Amp(masters.OfThisProcess):
     # --- losses -------------------------------------------------------------------------------------------
 
     def scale(self, loss: torch.Tensor, name: str = "loss") -> torch.Tensor:
-        """Multiply a loss by the loss scale, for your own call of ``backward()``.
+        """Return a loss multiplied by the loss scale, for code that calls ``backward()`` itself.
 
-        The first call after a step also updates the scale.
+        Use this instead of :meth:`backward`, for example if another library runs the backward pass. The first call
+        after a step also updates the loss scale according to the outcome of that step.
 
         Args:
-            loss: Scalar of any floating dtype; a bf16 or fp16 loss is scaled in fp32.
-            name: Name of the loss, which selects the scale.
+            loss: A tensor of any floating dtype. A bf16 or fp16 loss is multiplied in fp32.
+            name: The name of the loss. Losses with different names have separate loss scales.
 
         Returns:
-            The scaled loss, or the loss unchanged under a plan without a loss scale.
+            The scaled loss. Under a plan without a loss scale, the loss is returned unscaled.
 
         Raises:
             PlanError: The loss is not a tensor, or is complex.
-            StateError: The loss has been scaled already.
+            StateError: The loss has been scaled already, or another loss with a different name was scaled since the
+                last step.
         """
         if not isinstance(loss, torch.Tensor):
             raise PlanError(
@@ -494,24 +532,31 @@ class Amp(masters.OfThisProcess):
         return lent
 
     def get_scale(self, name: str = "loss") -> float:
-        """Return the scale by which the next loss of that name will be multiplied, or 1.0 without a loss scale.
+        """Return the loss scale that the next backward pass will use, or 1.0 if the plan has no loss scale.
 
-        This changes nothing, and waits for the device.
+        This does not change the scale. The host waits for the device.
+
+        Args:
+            name: The name of the loss, as passed to :meth:`backward`. Losses with different names have separate scales.
         """
         return self.scaler.get_scale(name)
 
     def backward(self, loss: torch.Tensor, name: str = "loss", **kwargs: Any) -> None:
-        """Compute scaled gradients of a loss and add them to ``.grad``.
+        """Scale a loss, compute its gradients, and add them to the ``.grad`` of the parameters.
+
+        The gradients stay multiplied by the loss scale until :meth:`step`, :meth:`unscale_` or a clipping method
+        divides them. The first call after a step also updates the loss scale according to the outcome of that step.
 
         Args:
-            loss: Scalar of any floating dtype.
-            name: Losses with different names have separate scales and may share parameters.
-            kwargs: ``retain_graph``, ``create_graph``, ``inputs`` as in ``Tensor.backward``.
+            loss: A tensor with one element, of any floating dtype.
+            name: The name of the loss. Losses with different names have separate loss scales, and their gradients may
+                be added in the same parameters.
+            kwargs: The arguments ``retain_graph``, ``create_graph`` and ``inputs`` of ``torch.Tensor.backward``.
 
         Raises:
-            PlanError: The loss is not a real scalar tensor.
+            PlanError: The loss is not a tensor, is complex, or has more than one element.
             StateError: The loss has been scaled already.
-            RuntimeError: The loss has no graph.
+            RuntimeError: The loss has no autograd graph.
         """
         if not isinstance(loss, torch.Tensor):
             raise PlanError(
@@ -569,20 +614,22 @@ class Amp(masters.OfThisProcess):
         name: str | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of a loss with respect to ``inputs``, unscaled, for example for a gradient penalty.
+        """Return the unscaled gradients of a loss with respect to ``inputs``, for example for a gradient penalty.
 
-        The loss is multiplied by the loss scale first and the gradients are divided by it, which prevents underflow.
+        This replaces ``torch.autograd.grad`` under a plan. To prevent underflow, the loss is multiplied by the loss
+        scale before the backward pass, and the gradients are divided by it afterwards.
 
         Args:
-            loss: Scalar.
-            inputs: Tensors to differentiate with respect to.
-            create_graph: Keep the graph of the gradients, for a penalty on them.
-            name: Name of the loss whose scale is used. Give the loss to which the penalty is added, so that an overflow
-                here lowers the scale of that loss. None uses the smallest scale of all losses.
-            kwargs: As in ``torch.autograd.grad``.
+            loss: A tensor with one element.
+            inputs: The tensors with respect to which gradients are computed.
+            create_graph: Whether to build the graph of the gradients, so that a penalty on them can be differentiated.
+            name: The name of the loss whose scale is used. For a penalty, give the name of the loss to which the
+                penalty is added, so that an overflow lowers the scale of that loss. With None, the smallest of all loss
+                scales is used.
+            kwargs: Further arguments of ``torch.autograd.grad``.
 
         Returns:
-            One gradient per input, in fp32 or wider.
+            One gradient per input. bf16 and fp16 gradients are converted to fp32.
 
         Raises:
             PlanError: The loss is complex.
@@ -610,13 +657,14 @@ class Amp(masters.OfThisProcess):
     # --- steps --------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the loss scale, in place.
+        """Divide the gradients of an optimizer by the loss scale, in place.
 
-        This is optional, since :meth:`step` unscales gradients that are still scaled. Call it before anything changes
-        the gradients. The step checks again whether they are finite.
+        Call this before your code reads or changes gradients between the backward pass and :meth:`step`. Otherwise it
+        is optional, since :meth:`step` divides gradients that are still scaled. :meth:`step` also checks again whether
+        the gradients are finite.
 
         Raises:
-            StateError: The gradients were changed while they were scaled.
+            StateError: The gradients were changed while they were still scaled.
         """
         self._window.unscale_(optimizer, by_hand=True)
 
@@ -626,18 +674,19 @@ class Amp(masters.OfThisProcess):
         max_norm: float,
         norm_type: float = 2.0,
     ) -> torch.Tensor:
-        """Unscale gradients, and clip them in place so that their global norm is at most ``max_norm``.
+        """Divide gradients by the loss scale, and clip them in place so that their global norm is at most ``max_norm``.
 
         Args:
-            optimizer_or_params: An optimizer, or parameters whose gradients are unscaled already.
-            max_norm: Largest norm.
-            norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
+            optimizer_or_params: An optimizer, or parameters. If gradients are still multiplied by the loss scale, they
+                are divided by it first. This covers all gradients of the optimizers that update the parameters.
+            max_norm: The largest norm that the gradients may have together.
+            norm_type: The order of the norm, as in ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
-            The norm before clipping, a 0-dim tensor on the gradients' device.
+            The norm before clipping, as a 0-dim tensor on the device of the gradients.
 
         Raises:
-            PlanError: ``max_norm`` is not a valid norm.
+            PlanError: ``max_norm`` is not a number, is NaN, or is below zero.
         """
         check_norm("clip_grad_norm_", max_norm)
         params, optimizers = self._unscaled(optimizer_or_params, look=self.scaler.is_enabled())
@@ -649,7 +698,12 @@ class Amp(masters.OfThisProcess):
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Iterable[torch.Tensor] | torch.Tensor, clip_value: float
     ) -> None:
-        """Unscale gradients, and clip every element in place to ``[-clip_value, clip_value]``.
+        """Divide gradients by the loss scale, and clip every element in place to ``[-clip_value, clip_value]``.
+
+        Args:
+            optimizer_or_params: An optimizer, or parameters. If gradients are still multiplied by the loss scale, they
+                are divided by it first. This covers all gradients of the optimizers that update the parameters.
+            clip_value: The largest magnitude that an element may have.
 
         Raises:
             PlanError: ``clip_value`` is not a number, is NaN, or is below zero.
@@ -683,25 +737,31 @@ class Amp(masters.OfThisProcess):
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, closure: Callable[[], Any] | None = None
     ) -> StepResult:
-        """Unscale and clip gradients, then step, or skip the step if a gradient is not finite on any rank.
+        """Unscale and clip the gradients, then make an optimizer step, or skip it if a gradient is infinite or NaN.
+
+        If the gradients can differ between ranks, all ranks skip the step if a gradient on any of them is infinite or
+        NaN.
 
         Args:
-            optimizers: The optimizers to step. Several step or skip together, and clip by their joint norm.
-            max_norm: The global norm to which the gradients are clipped first, or None not to clip.
-            closure: A function for optimizers that evaluate the loss themselves (LBFGS). It clears gradients, computes
-                the loss, calls :meth:`backward` and returns the loss. Gradients are unscaled and checked each time it
-                is called.
+            optimizers: The optimizers to step. If several are given, they all step or all skip, and their gradients are
+                clipped by one joint norm.
+            max_norm: The global norm to which the gradients are clipped before the step. None does not clip.
+            closure: A function for an optimizer that evaluates the loss itself, such as LBFGS. It clears the gradients,
+                computes the loss, calls :meth:`backward` and returns the loss. The gradients are unscaled and checked
+                after each call of it. It cannot be combined with ``max_norm`` or with several optimizers.
 
         Returns:
-            Whether the step was skipped, and the norm before clipping.
+            A :class:`~castwise.StepResult`, which tells whether the step was skipped and what the norm was before
+                clipping.
 
         Raises:
-            StateError: An optimizer was not prepared or has no gradients. Or its gradients were changed while they were
-                scaled, or it has already stepped with them.
-            NonFiniteError: Gradients are not finite under ``nonfinite="raise"``, or ``patience`` times in a row.
-            LossScaleError: Gradients are not finite ``patience`` times in a row, and the loss scale cannot shrink any
-                more.
-            PlanError: ``max_norm`` is not a valid norm.
+            StateError: An optimizer was not prepared, no optimizer has gradients, or an optimizer has already stepped
+                with these gradients. Or its gradients were changed while they were still scaled.
+            NonFiniteError: Under a plan without a loss scale, gradients are infinite or NaN with ``nonfinite="raise"``,
+                or they were so ``patience`` times in a row.
+            LossScaleError: Under a plan with a loss scale, gradients were infinite or NaN ``patience`` times in a row,
+                and the scale cannot shrink any more. With ``nonfinite="raise"``, once is enough.
+            PlanError: ``max_norm`` is not a number, is NaN, or is below zero.
         """
         if not optimizers:
             raise StateError("step() needs an optimizer; call amp.step(optimizer)")
@@ -766,16 +826,16 @@ class Amp(masters.OfThisProcess):
         losses: Callable[[torch.Tensor, str], object] | None = None,
         steps: Callable[[Sequence[Optimizer], StepResult], object] | None = None,
     ) -> Callable[[], None]:
-        """Register functions that are called with every loss before its backward, and with the result of every :meth:`step`.
+        """Register functions that are called with every loss before its backward pass, and with each step's result.
 
         Args:
-            losses: A function that is called with each loss, unscaled, and its name. The scale has been updated by then
-                if the loss is the first after a step.
-            steps: A function that is called with the optimizers and the result that :meth:`step` will return. It is not
-                called for a step that raises.
+            losses: A function that takes the unscaled loss and the name of the loss. At the first loss after a step,
+                the loss scale has already been updated when the function is called.
+            steps: A function that takes the optimizers and the :class:`~castwise.StepResult` that :meth:`step` will
+                return. It is not called if :meth:`step` raises an error.
 
         Returns:
-            A function that removes both functions.
+            A function without arguments that removes both functions.
         """
         # wrapped, so that a function that is registered twice has two entries, each of which can be removed
         look = None if losses is None else functools.partial(losses)
@@ -793,38 +853,46 @@ class Amp(masters.OfThisProcess):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since this Amp was created. Optimizers that step together count one each.
+        """The number of steps that were skipped since this Amp was created.
 
-        Reading this waits for the device only if a fused optimizer on an accelerator decided there whether to skip.
+        If several optimizers skip a step together, each of them counts as one step. Fused optimizers on an accelerator
+        decide on the device whether to skip. Reading the number waits for the device only if such an optimizer has
+        stepped.
         """
         return self._window.skipped_steps
 
     @property
     def restored_buffers(self) -> dict[str, int]:
-        """How often each buffer became non-finite in a skipped step and got its last finite values back, by its path.
+        """The number of times that each buffer was reset to finite values after a skipped step, by the buffer's path.
 
-        If this Amp has several models, the class of the model is in front of each path. Buffers that were never
-        restored are left out. Reading this waits for the device in the same cases as :attr:`skipped_steps`.
+        A buffer, such as a running mean of BatchNorm, is reset to its last finite values if it became infinite or NaN
+        in the forward pass of a step that was then skipped. Buffers that were never reset are left out. If this Amp has
+        prepared several models, each path begins with the class name of its model. Reading this may wait for the
+        device, in the same cases as :attr:`skipped_steps`.
         """
         return self._buffers.restored
 
     @property
     def dropped_updates(self) -> float | None:
-        """The share of the updates' squared norm that was lost because parameters are rounded to bf16 or fp16.
+        """The fraction of the updates' squared norm that was lost because parameters are rounded to bf16 or fp16.
 
-        It is measured under plans that store parameters in bf16 or fp16 without fp32 masters, and None under other
-        plans. It is measured at a few steps (the first, second, fourth, ... and every 64th) on slices of this process's
-        parameters. Those steps wait for the device. An update that the optimizer keeps in its state (Kahan summation)
-        does not count as lost, nor does any update of an optimizer that rounds stochastically. The value is also None
-        before the first step, and if the optimizer's step cannot be repeated on a copy of the optimizer. That is so if
-        the step evaluates the loss itself, or if the optimizer holds more than options and state.
+        An update is lost if it is so small that the rounded parameter stays the same. The fraction is measured only
+        under a plan that stores parameters in bf16 or fp16 without fp32 master weights. It is None under any other
+        plan, and before the first step. It is also None if a step of the optimizer cannot be repeated on a copy of the
+        optimizer. This is the case if the step evaluates the loss itself, or if the optimizer has attributes besides
+        options and state.
+
+        The measurement is made at the steps 1, 2, 4, 8 and so on, and at every 64th step later. It uses slices of the
+        parameters of this process. The host waits for the device at these steps. An update does not count as lost if
+        the optimizer keeps the rounded-off part in its state (Kahan summation) or rounds stochastically.
         """
         return self._dropped.share
 
     def summary(self) -> str:
-        """Return text for a log, which describes the plan, the weights and their former formats, and skipped steps.
+        """Return a text for a log that describes the plan, the weights and the steps that were skipped.
 
-        It also says which share of the updates was lost to rounding.
+        The text gives the formats of each model's weights before and after :meth:`prepare`. Where this was measured, it
+        also gives the fraction of the updates that was lost to rounding (:attr:`dropped_updates`).
         """
         said = summarise(self._members, self.plan, self._dropped)
         steps = [f"skipped steps: {self.skipped_steps}", *say_restored(self.restored_buffers)]
@@ -833,30 +901,37 @@ class Amp(masters.OfThisProcess):
     # --- several processes --------------------------------------------------------------------------------
 
     def mp_policy(self, module: nn.Module | None = None, model: nn.Module | None = None) -> Any:
-        """Return the ``MixedPrecisionPolicy`` with which FSDP2's ``fully_shard`` follows the plan.
+        """Return the ``MixedPrecisionPolicy`` that makes FSDP2's ``fully_shard`` follow the plan.
+
+        :meth:`fully_shard` does this for a whole model. Use this method if your code calls FSDP2's ``fully_shard``
+        itself.
 
         Args:
-            module: The module to be sharded. Without ``model``, only ``type:`` regions can apply to it.
-            model: The whole model that contains the module, so that regions by path apply too.
+            module: The module that will be sharded. None returns the policy for parameters outside all regions of the
+                plan, which are the parts of a model with formats of their own.
+            model: The whole model that contains ``module``. Without it, regions that are given by module path are
+                ignored, and only regions that are given by class name (``type:``) apply.
 
         Returns:
-            A policy that gathers parameters in the format in which the plan stores them and reduces gradients in fp32.
+            A policy that gathers parameters in the format in which the plan stores them, and reduces gradients in fp32.
         """
         return fsdp.mp_policy(self.plan, module, model)
 
     def fully_shard(
         self, model: nn.Module, *, blocks: Iterable[nn.Module] = (), part: bool = False, **options: Any
     ) -> Any:
-        """Shard a model with FSDP2's ``fully_shard``, in groups of parameters that the plan stores in one format.
+        """Shard a model with FSDP2, so that each group of parameters that is gathered together has one storage format.
 
-        ``fully_shard`` is called on each region that stores parameters in a format of its own, on each block, and on
-        the model. Call this before the optimizer is made and before :meth:`prepare`.
+        FSDP2's ``fully_shard`` is called on each part of the model that the plan stores in another format than its
+        surroundings, on each of ``blocks``, and on the model. Call this before the optimizer is created and before
+        :meth:`prepare`.
 
         Args:
             model: The model, on its device.
-            blocks: Submodules whose parameters are gathered and freed one submodule at a time, such as the layers.
-            part: Whether the model is one stage of a pipeline, as for :meth:`prepare`.
-            options: Arguments of ``fully_shard``, such as ``mesh`` and ``reshard_after_forward``.
+            blocks: Submodules, such as the layers, whose parameters are gathered and freed separately for each
+                submodule.
+            part: Whether the model is one stage of a pipeline, as in :meth:`prepare`.
+            options: Further arguments of FSDP2's ``fully_shard``, such as ``mesh`` and ``reshard_after_forward``.
 
         Returns:
             The model.
@@ -865,19 +940,19 @@ class Amp(masters.OfThisProcess):
         return model
 
     def mark_sharded(self, parameter: torch.Tensor, group: Any = None, dim: int | None = None) -> None:
-        """Declare that a parameter is this rank's piece of a weight that your own code has split over the ranks of ``group``.
+        """Declare that a parameter is this rank's piece of a weight that your own code has split over several ranks.
 
-        Steps are then skipped by all ranks or none, and norms are those of the whole weight. DTensors need no
-        declaration.
+        With this declaration, either all ranks skip a step or none does, and gradient norms are those of the whole
+        weight. A DTensor describes its own sharding and needs no declaration.
 
         Args:
-            parameter: The model's parameter.
-            group: The ranks that hold the pieces; None for all.
-            dim: The dimension along which the weight was split, in the order of ranks. If given, a checkpoint holds the
-                whole weight and can be resumed under another layout.
+            parameter: The parameter of the model.
+            group: The process group whose ranks hold the pieces. None means all ranks.
+            dim: The dimension along which the weight was split, where the pieces are in the order of the ranks. If it
+                is given, a checkpoint contains the whole weight and can be loaded with another number of ranks.
 
         Raises:
-            StateError: torch.distributed is not initialised.
+            StateError: torch.distributed is not initialised, or the parameter is a DTensor over the same ranks.
         """
         self._agreement.pieces.mark(parameter, group, dim)
         self._agreement.look_again()
@@ -885,53 +960,68 @@ class Amp(masters.OfThisProcess):
     def pipeline(self, schedule: Any) -> Any:
         """Make a schedule of ``torch.distributed.pipelining`` train under the plan.
 
-        The schedule starts its backward passes from the scaled loss and reports the unscaled loss. Norms and skipped
-        steps are those of all stages together. Stages pass bf16 or fp16 outputs on unchanged, and only the last stage's
-        outputs are cast to fp32.
+        The schedule then runs its backward passes from the scaled loss and reports the unscaled loss. Gradient norms
+        and skipped steps cover all stages together. A stage passes bf16 or fp16 outputs to the next stage unchanged,
+        and only the outputs of the last stage are cast to fp32.
 
         Args:
-            schedule: A schedule of stages whose modules were prepared, on every rank.
+            schedule: A schedule whose stages have modules that were prepared with ``part=True``. Call this on every
+                rank.
 
         Returns:
             The same schedule.
 
         Raises:
-            StateError: The object is not a schedule, or the module of a stage was not prepared.
-            PatternError: A region of the plan matches nothing in any stage.
+            StateError: The object is not a schedule, it was passed to this method before, or the module of a stage was
+                not prepared.
+            PatternError: A region of the plan matches no module in any stage.
         """
         return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """Return the index of this rank's piece of a parameter and the number of pieces, or None.
+        """Return which piece of a split weight a parameter is, as ``(index of this rank's piece, number of pieces)``.
 
-        It is None if the parameter was not declared by :meth:`mark_sharded`. It is also None if the parameter was
-        declared with ``dim`` and FSDP2 has not sharded it further, since :meth:`as_whole` represents such a parameter.
+        The parameter must have been declared by :meth:`mark_sharded`, and the result is None otherwise. It is also None
+        if the parameter was declared with ``dim``, since :meth:`as_whole` then gives a DTensor of the whole weight. If
+        FSDP2 has sharded such a parameter further, :meth:`as_whole` cannot do this, and the tuple is returned.
         """
         return self._agreement.pieces.piece(parameter)
 
     def as_whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return values of a parameter that was declared by :meth:`mark_sharded` with ``dim`` as a DTensor of the whole.
+        """Return this rank's values of a split weight as a DTensor that represents the whole weight.
 
-        Values of any other parameter are returned unchanged.
+        This applies to parameters that were declared by :meth:`mark_sharded` with ``dim``. For any other parameter,
+        ``values`` is returned unchanged.
+
+        Args:
+            parameter: The parameter of the model, or its fp32 master weight.
+            values: A tensor of the shape of the parameter, for example the parameter, its gradient or a tensor of its
+                optimizer state. The DTensor uses the same memory. The pieces on all ranks are assumed to have equal
+                size.
         """
         return self._agreement.pieces.as_whole(parameter, values)
 
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan, as JSON, and the loss scales, as a dict without tensors that loads with ``weights_only``.
+        """Return the plan and the loss scales as a dictionary for a checkpoint.
 
-        After a step, the scales are those by which the next losses will be multiplied. Reading them changes nothing.
+        The plan is JSON text. The dictionary contains no tensors, so ``torch.load`` reads it with
+        ``weights_only=True``. If steps were made since the last backward pass, the scales are those that the next
+        backward pass will use. Calling this does not change the scales.
         """
         return {"version": 1, "plan": self.plan.to_json(), "scaler": self.scaler.state_dict() or None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the loss scales of a saved state, whether it was saved under this plan or another.
+        """Load the loss scales that :meth:`state_dict` returned, whether under this plan or another.
 
-        If the state has no loss scale, the present scale stays.
+        The plan in the state is ignored. If the state contains no loss scale, the current scale is kept.
+
+        Args:
+            state: The dictionary that :meth:`state_dict` returned.
 
         Raises:
-            CheckpointError: The state did not come from :meth:`state_dict`.
+            CheckpointError: ``state`` was not returned by :meth:`state_dict`.
         """
         if not isinstance(state, Mapping) or state.get("version") != 1 or "scaler" not in state:
             keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
@@ -942,25 +1032,27 @@ class Amp(masters.OfThisProcess):
             self._window.load_state_dict(state["scaler"])
 
     def model_state_dict(self, model: nn.Module, *, as_given: bool = False) -> dict[str, torch.Tensor]:
-        """Return the model's weights in fp32 under the keys of its state dict, from the fp32 masters if there are any.
+        """Return the weights of a model in fp32, under the keys of the model's state dict.
 
-        A checkpoint of these weights loads into the model under any plan.
+        If the optimizer keeps fp32 master weights, which are the fp32 copies of parameters that are stored in bf16 or
+        fp16, their values are returned. A checkpoint of these weights can be loaded into the model under any plan.
 
         Args:
             model: A prepared model, or a submodule of one.
-            as_given: Whether to return weights that arrived in bf16 or fp16 in that format, rounded once. The result is
-                a checkpoint like the one from which the model was loaded. Resuming training from it loses precision.
+            as_given: Whether to round weights that were bf16 or fp16 before :meth:`prepare` to that format again. The
+                checkpoint then has the formats of the checkpoint that the model was loaded from. Resuming the training
+                from it loses precision.
         """
         target = _torch.calls.without_compiler(model)
         weights = masters.fp32_state_dict(target)
         return storage.as_arrived(weights, target, self._members.arrived.values()) if as_given else weights
 
     def close(self) -> None:
-        """Undo everything that :meth:`prepare` changed; trained weights keep their values.
+        """Undo everything that :meth:`prepare` changed, and keep the values of the trained weights.
 
-        It undoes hooks, dtypes, memory formats, fused optimizer kernels, the dtype of optimizer state and process-wide
-        settings. Masters are removed, and their values are copied into the model. If undoing one change fails, the
-        others are still undone.
+        This removes hooks and restores dtypes, memory formats, the optimizers' kernels, the dtypes of optimizer state,
+        and process-wide settings. fp32 master weights are copied into the model and then removed. If one of these
+        changes cannot be undone, the others are undone nevertheless.
         """
         self._undo.close()
         self._prepares.clear()
