@@ -27,7 +27,10 @@ class Result:
     kind: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain data, from which reports are made; non-finite numbers become None."""
+        """Return the result as a dict of values that JSON can hold.
+
+        castwise makes its reports from this dict. NaN and infinite numbers become None.
+        """
         record: dict[str, Any] = plain({"kind": self.kind, "version": RECORD_VERSION, **self._fields()})
         return record
 
@@ -37,11 +40,15 @@ class Result:
         return fields | {"words": in_words(fields["plan"])} if "plan" in fields else fields
 
     def to_json(self) -> str:
-        """Return the data of :meth:`to_dict` as JSON text."""
+        """Return the dict of :meth:`to_dict` as JSON text."""
         return _text(self.to_dict())
 
     def table(self, *, verbose: bool = True) -> RenderableType:
-        """Return the result as text and tables for ``rich.print``; with ``verbose=False``, only what fits on a screen."""
+        """Return the result as text and tables that ``rich.print`` can show.
+
+        Args:
+            verbose: Whether to return everything. If False, only as much as fits on a screen is returned.
+        """
         from castwise.report.show import table
 
         return table(self.to_dict(), verbose)

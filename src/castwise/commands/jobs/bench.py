@@ -57,36 +57,41 @@ def bench(
     hopeless: float = HOPELESS,
     progress: Progress | bool | None = None,
 ) -> BenchResult:
-    """Train a workload under several plans in alternation, and measure the time, memory and loss of each.
+    """Train a workload under several plans, and measure the time, memory and loss of each plan.
+
+    Use it to see what a precision plan gains. A workload is a training job with its model, data and optimizer. A plan
+    decides the formats in which a model computes and stores its weights.
 
     First, each plan trains its own copy of the model, from the same weights on the same batches, to compare losses.
-    Then the plans are timed. Each plan is started several times, in a new process each time. In a timing round, each plan
-    runs a block of steps while the others wait. Fetching batches is not timed. Inference is timed in the same way. Memory is
-    measured in a separate process for each plan.
+    Then the plans are timed. Each plan is started several times, in a new process each time. In a timing round, each
+    plan runs a block of steps while the others wait. Fetching batches is not timed. Inference is timed in the same
+    way. Memory is measured in a separate process for each plan.
 
-    A plan that the device cannot run, that is far too slow, or that fails gets a row with the reason. The other plans are
-    not affected.
+    A plan may be one that the device cannot run, or may be far too slow, or may fail. The result then gives the
+    reason in the plan's row. The other plans are not affected.
 
     Args:
         workload: A :class:`castwise.Workload`, or the name of a workload, such as ``sine`` or ``file.py:attribute``.
-        plans: Presets, plans or plan files. ``fp32`` is added first if it is missing.
-        device: By default the available accelerator, else the CPU.
-        steps: The number of training steps per plan, at least 3.
+        plans: The plans: names of presets, plans or plan files. ``fp32`` is added as the first if it is missing.
+        device: The device of the run. By default it is the available accelerator, otherwise the CPU.
+        steps: The number of training steps of each plan, at least 3.
         rounds: The number of timing rounds, over all starts.
-        starts: The number of processes in which each plan is timed, since times vary between processes. With 0, and for a
-            workload that cannot be sent to another process, the training steps in this process are timed instead.
+        starts: The number of processes in which each plan is timed, since times vary between processes. With 0, the
+            training steps in this process are timed instead. This is also done for a workload that cannot be sent to
+            another process.
         seed: The seed of weights and data.
-        inference: Measure inference too.
-        memory: Measure memory too.
-        hopeless: A plan is stopped if its first steps take this many times as long as the baseline's.
+        inference: Whether to measure inference too.
+        memory: Whether to measure memory too.
+        hopeless: A plan is stopped if its first steps take this many times as long as those of the baseline, the
+            first plan.
         progress: True shows the command line's progress on standard error. A function is called with
             :class:`castwise.commands.jobs.Event` records.
 
     Returns:
-        The result, with ``.table()`` and ``.save(folder)``.
+        The result, with ``.plans``, ``.table()`` and ``.save(folder)``.
 
     Raises:
-        PlanError: A plan is invalid, or ``steps``, ``rounds`` or ``starts`` is out of range.
+        PlanError: A plan is invalid, or ``steps``, ``rounds``, ``starts`` or ``hopeless`` is out of range.
         DeviceError: The device does not exist.
         WorkloadError: The workload cannot be found, or fails in fp32 at its first steps.
         NonFiniteError: The loss of the first step is not finite in fp32.

@@ -40,20 +40,24 @@ class Timing:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What :func:`castwise.bench` measured of a plan.
+    """The measurements that :func:`castwise.bench` made of one plan.
 
     Attributes:
         name: The name of the preset, the name of the plan's folder or file, or a description of the plan.
-        plan: The plan on one line, as ``Plan.parse`` reads it.
-        status: ``ok``, or ``stopped`` because the plan was much too slow, or ``unsupported`` because the device or the model
-            cannot run it, or ``failed``.
-        reason: A sentence that says why the status is not ``ok``, or an empty text.
-        training: The times of training steps, if there were enough.
-        inference: The times of inference calls, if requested and successful.
-        memory: The peak memory, and the bytes that autograd saved for backward, if requested and measurable.
-        notes: Sentences about other problems.
-        skipped_steps: The number of steps skipped because gradients were not finite.
-        final_loss_difference: The last loss minus the last loss of the baseline.
+        plan: The plan in its one-line text form, as ``Plan.parse`` reads it.
+        digest: The SHA-256 of the plan, as in :attr:`castwise.Plan.digest`.
+        status: ``ok``, or ``stopped`` because the plan was much too slow, or ``unsupported`` because the device or
+            the model cannot run it, or ``failed``.
+        reason: A sentence that says why the status is not ``ok``. Empty if it is ``ok``.
+        training: The times of training steps. None if too few were measured.
+        inference: The times of inference calls. None if inference was not requested or failed.
+        memory: The peak memory, and the bytes that autograd saved for backward. None if memory was not requested or
+            cannot be measured.
+        notes: Other problems, in sentences.
+        losses: The loss of each training step.
+        final_loss: The last loss. None if the plan has none.
+        final_loss_difference: The last loss minus the last loss of the baseline plan.
+        skipped_steps: The number of steps that were skipped because gradients were not finite.
         metrics: The metrics of ``workload.evaluate`` for the trained model.
     """
 
@@ -74,22 +78,30 @@ class PlanResult:
 
     @property
     def speedup(self) -> stats.Ratio | None:
-        """The speedup of training over the baseline."""
+        """The speedup of training over the baseline plan. None for the baseline, or if training was not timed."""
         return self.training.speedup if self.training is not None else None
 
 
 @dataclass(frozen=True)
 class BenchResult(Result):
-    """The result of :func:`castwise.bench`: the plans that were compared on a workload.
+    """The result of :func:`castwise.bench`: the time, memory and loss of each plan on a workload.
+
+    A plan decides the formats in which a model computes and stores its weights. The baseline is the plan with which
+    the others are compared.
 
     Attributes:
-        baseline: The name of the plan with which the others are compared.
-        steps: The number of training steps per plan.
+        workload: The name of the workload.
+        description: One sentence about the workload.
+        baseline: The name of the baseline.
+        steps: The number of training steps of each plan.
         rounds: The number of timing rounds, over all starts. In a round, each plan runs some steps in turn.
-        starts: The number of processes in which each plan was timed; 0 if all plans were timed in the same process.
+        starts: The number of processes in which each plan was timed. It is 0 if all plans were timed in the same
+            process.
+        seed: The seed of weights and data.
+        environment: The device and the versions of the measurement.
         plans: The results of the plans, the baseline first.
-        images: For workloads with pictures: ``target`` and the prediction of each plan, as rows of numbers.
-        notes: Sentences that concern all plans.
+        images: For workloads with pictures, ``target`` and the prediction of each plan, as rows of numbers.
+        notes: Remarks that concern all plans, in sentences.
     """
 
     kind: ClassVar[str] = "bench"

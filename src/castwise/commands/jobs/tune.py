@@ -59,62 +59,69 @@ def tune(
     out: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
 ) -> TuneResult:
-    """Find the fastest precision plan whose gradients match fp32's within the noise of the data.
+    """Find the fastest precision plan whose gradients match those of fp32 within the noise of the data.
 
-    Give a workload, or a model, a loss, batches and an optimizer. Everything runs on copies. Afterwards, also after an
-    error, the model, the random states and process-wide settings are unchanged, and training continues as if there had been
-    no search.
+    A plan decides the formats in which a model computes and stores its weights. Pass either a workload, or a model, a
+    loss, batches and an optimizer. The search runs copies. Afterwards, also after an error, the model, the random
+    generators and process-wide settings are unchanged. Training continues as if no search had been made.
 
-    If torch.distributed is initialised, call this function on every rank with the same arguments. All ranks then search
-    together, on the same batches (no seed per rank is needed), and get the same plan. All ranks measure at the same time.
-    The result uses the slowest time, the largest peak memory and the largest gradient error of all ranks. A plan that fails
-    on one rank fails on all. Only rank 0 reports progress and writes ``out``.
+    If torch.distributed is initialised, call this function on every rank with the same arguments. All ranks then
+    search together, on the same batches (no seed per rank is needed), and get the same plan. All ranks measure at the
+    same time. The result uses the slowest time, the largest peak memory and the largest gradient error of all ranks.
+    A plan that fails on one rank fails on all. Only rank 0 reports progress and writes ``out``.
 
     Args:
         workload: A :class:`castwise.Workload`, or the name of a workload, such as ``gpt`` or ``file.py:attribute``.
-        model: Instead of a workload: a module in any state of training. If parameters are stored in bf16 or fp16, plans are
-            compared with an fp32 copy of the model, and the model as given gets a row of its own in the table.
-        loss: ``loss(model, batch)`` -> scalar tensor. The function must call the model that it is given.
-        batches: A sequence, a re-iterable such as a DataLoader, or ``batches(seed)`` -> iterator.
-        optimizer: ``optimizer(params)`` -> Optimizer. The optimizer's step is timed too.
-        formats: The formats that the plan may use: ``fp32``, ``tf32``, ``bf16`` and ``fp16``. Formats that the device lacks
-            are left out.
-        goal: ``time`` finds the fastest plan whose gradients match fp32's, and ``memory`` such a plan with the smallest peak
-            memory. ``numerics`` finds the plan with the fewest regions in fp32, whatever its speed, for a single low-precision
-            format, which ``formats`` names.
+        model: Instead of a workload, a module in any state of training. If its parameters are stored in bf16 or fp16,
+            plans are compared with an fp32 copy of the model. The unchanged model then has its own row in the table.
+        loss: A function ``loss(model, batch)`` that returns a scalar tensor. It must call the model that it is given.
+        batches: A sequence of batches, an iterable that can be iterated again (such as a DataLoader), or a function
+            ``batches(seed)`` that returns an iterator.
+        optimizer: A function ``optimizer(params)`` that returns an optimizer. The optimizer's step is timed too.
+        formats: The formats that the plan may use: ``fp32``, ``tf32``, ``bf16`` and ``fp16``. Formats that the device
+            lacks are left out.
+        goal: The aim of the search. ``time`` finds the fastest plan whose gradients match those of fp32. ``memory``
+            finds such a plan with the smallest peak memory. ``numerics`` finds the plan with the fewest modules in
+            fp32, whatever its speed. It is for a single low-precision format, which ``formats`` names.
         accumulate: The number of microbatches that are accumulated for an optimizer step.
-        world_size: The number of data-parallel ranks that average gradients. By default it is the number of calling ranks.
-        compile: Whether the plan may compile the model. ``never`` (or False) does not compile. ``auto`` compiles if that is
-            faster. ``always`` (or True) chooses among the plans that compile. The best plans are compiled in separate
-            processes, as far as the budget allows. Gradients are first tested without compiling. The compiled gradients
-            are then compared with those.
-        warmup_steps: The number of fp32 steps after which the gradients are tested a second time; 0 for no second test.
-        verify_steps: The number of steps of the final training runs that compare the plan with fp32; 0 for no such runs.
+        world_size: The number of data-parallel ranks that average gradients. By default it is the number of calling
+            ranks.
+        compile: Whether the plan may compile the model. ``never`` (or False) does not compile. ``auto`` compiles if
+            that is faster. ``always`` (or True) chooses among the plans that compile. The best plans are compiled in
+            separate processes, as far as the budget allows. Gradients are first tested without compiling. The
+            compiled gradients are then compared with those.
+        warmup_steps: The number of fp32 steps after which the gradients are tested a second time. With 0, they are
+            tested only once.
+        verify_steps: The number of steps of the final training runs, which compare the plan with fp32. With 0, no
+            such runs are made.
         verify_seeds: The number of pairs of such runs, at least 2. About 20 pairs show small differences.
         budget_s: The approximate time limit in seconds. Work that does not fit is left out, and the evidence says so.
-        memory: Measure peak memory too, in a separate process for each plan.
-        device: By default the model's device or, for a workload, the available accelerator, else the CPU.
+        memory: Whether to measure peak memory too, in a separate process for each plan.
+        device: The device of the search. By default it is the model's device. For a workload, it is the available
+            accelerator, otherwise the CPU.
         seed: The seed of weights, data and all random draws.
-        fresh: Search even if an earlier search had the same model, optimizer, loss, data, code, device and versions.
-            Otherwise the result of that search is returned at once, and says so, unless the earlier search left something
-            open because of a smaller budget. A plan that was found on another device, with other versions or code, or with a
-            smaller budget is tried from the start. Results are kept in the user's cache folder, or in the folder that
-            ``CASTWISE_CACHE_DIR`` names. An empty value turns the cache off.
-        out: The folder for the files of ``.save(folder)``, which is created at once. The files are written at the end, or
-            when the search is interrupted or fails after its first stage.
+        fresh: Whether to search even if an earlier search had the same model, optimizer, loss, data, code, device and
+            versions. If False, the result of that search is returned at once, and says so. But if that search left
+            something open because of a smaller budget, a new search is made. A plan that was found on another device,
+            with other versions or code, or with a smaller budget is tried from the start. Results are kept in the
+            user's cache folder, or in the folder that ``CASTWISE_CACHE_DIR`` names. An empty value turns the cache
+            off.
+        out: A folder for the files that ``.save(folder)`` writes, which is created at once. The files are written at
+            the end, or when the search is interrupted or fails after its first stage.
         progress: True shows the command line's progress on standard error. A function is called with
             :class:`castwise.commands.jobs.Event` records.
 
     Returns:
-        The result, with ``.plan``, ``.answer``, ``.table()``, ``.save(folder)`` and ``.files``, the files that were written
-        to ``out``.
+        The result, with ``.plan``, ``.answer``, ``.table()``, ``.save(folder)`` and ``.files``, the files that were
+        written to ``out``.
 
     Raises:
         PlanError: An argument is out of range, or ``out`` cannot be written to.
         Exception: ``progress`` raised it.
         WorkloadError: The workload cannot be found, its loss has no gradient, or its batches are unusable.
-        NonFiniteError: fp32 itself gives a non-finite loss or gradients.
-        StateError: The budget is too small for any result, the arguments differ between ranks, or a rank has left the search.
+        NonFiniteError: The loss or gradients are not finite in fp32 itself.
+        StateError: The budget is too small for any result, the arguments differ between ranks, or a rank has left the
+            search.
         RankError: Work that every plan needs has failed on some ranks.
         DeviceError: The device does not exist.
 

@@ -15,9 +15,15 @@ from castwise.lab.search.evidence import Evidence
 
 @dataclass(frozen=True)
 class TuneResult(Result):
-    """The plan that :func:`castwise.tune` chose, to be used as ``castwise.Amp(result.plan)``, and all its measurements.
+    """The result of :func:`castwise.tune`: the plan that it chose, and all its measurements.
 
-    ``files`` are the files that :func:`castwise.tune` has written itself, named as by :meth:`save`.
+    Train under the plan with ``castwise.Amp(result.plan)``.
+
+    Attributes:
+        plan: The chosen plan, which decides the formats in which the model computes and stores its weights.
+        evidence: All measurements of the search.
+        files: The paths of the files that :func:`castwise.tune` itself has written, if it was called with ``out``.
+            They have the names that :meth:`save` uses.
     """
 
     kind: ClassVar[str] = "tune"
@@ -34,14 +40,14 @@ class TuneResult(Result):
         return {**dataclasses.asdict(self.evidence), "passes": self.evidence.passes}
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-        """Write the page, the plan, the evidence and the plots.
+        """Write the plan, the measurements, and a page with plots into a folder.
 
         Args:
             folder: The output folder, which is created if it does not exist.
 
         Returns:
-            The paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures. Without
-            matplotlib or Jinja, the page and pictures are left out with a warning.
+            The paths of the files: ``report.html`` first, then ``plan.json``, ``evidence.json`` and the pictures. If
+            matplotlib or Jinja is not installed, the page and the pictures are left out with a warning.
         """
         plan = Path(folder) / "plan.json"
         plan.parent.mkdir(parents=True, exist_ok=True)

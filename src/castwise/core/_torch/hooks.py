@@ -185,14 +185,15 @@ class Replacement:
 
 
 def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
-    """Register a forward pre-hook that runs before all existing ones, in a way that torch 2.11 can compile.
+    """Register a forward pre-hook that runs before all existing pre-hooks of a module.
 
-    ``module.register_forward_pre_hook(hook, prepend=True)`` alone moves the hook to the front with ``move_to_end``. The
-    guards of torch 2.11's Dynamo read the keys of an OrderedDict in insertion order instead.
+    It does the same as ``module.register_forward_pre_hook(hook, prepend=True)``, but torch 2.11 can compile the
+    result. torch's own function moves the hook to the front with ``move_to_end``. The guards of torch 2.11's Dynamo
+    read the keys of an OrderedDict in insertion order instead.
 
     Args:
         module: The module whose forward the hook precedes.
-        hook: The hook, as for ``register_forward_pre_hook``.
+        hook: The hook, in the form that ``register_forward_pre_hook`` accepts.
         with_kwargs: Whether the hook gets keyword arguments too.
     """
     module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)

@@ -21,24 +21,24 @@ from castwise.errors import PlanError, StateError
 class AmbientAutocast:
     """Casts operators by a plan in all code that runs between :meth:`enter` and :meth:`leave`.
 
-    It is meant for libraries whose users open no autocast block. Unlike ``castwise.autocast``, it also casts in threads
-    to which torch passes the autocast state. These are the threads of DataParallel, and a device's thread in which
-    backward recomputes a forward.
+    It is meant for libraries whose users open no autocast block. A plan decides the formats in which operators
+    compute. Unlike ``castwise.autocast``, this class also casts in threads to which torch passes the autocast state.
+    These are the threads of DataParallel, and a device's thread in which backward recomputes a forward.
 
-    Backward formulas are not cast, whoever calls backward: they run in the dtypes of the forward. Operators are cast
+    Backward formulas are not cast, whoever calls backward. They run in the dtypes of the forward. Operators are cast
     in the backward of autograd Functions written in Python, and in recomputed forwards. They are not cast in forked
     workers of a DataLoader.
 
-    Weights are cast at each use. A library can change this for a while: it enables torch's cache with
-    ``torch.set_autocast_cache_enabled`` and calls :meth:`clear_cache` afterwards.
+    Weights are cast at each use. A library can have the cast weights cached for a while. It enables torch's cache
+    with ``torch.set_autocast_cache_enabled`` and calls :meth:`clear_cache` afterwards.
 
     Args:
         plan: The plan whose compute format, operator rules and operator overrides are used.
-        device_type: Device type of the tensors that are cast.
-        messages: Maps names of operators that the plan bans to error messages, which replace castwise's messages.
+        device_type: The device type of the tensors that are cast.
+        messages: For names of operators that the plan bans, error messages that replace those of castwise.
 
     Raises:
-        PlanError: The plan casts nothing, or there is no such device type.
+        PlanError: The plan casts nothing, or ``device_type`` is not known.
     """
 
     def __init__(self, plan: Plan, device_type: str, *, messages: Mapping[str, str] | None = None) -> None:
@@ -60,19 +60,19 @@ class AmbientAutocast:
 
     @property
     def entered(self) -> bool:
-        """Whether :meth:`enter` was called and :meth:`leave` was not, even if the casts are suspended now."""
+        """Whether :meth:`enter` was called and :meth:`leave` was not. The casts may be suspended meanwhile."""
         return self._depth >= 0
 
     def suspended(self) -> frames.suspended:
-        """Return a context manager that turns the casts off on this thread."""
+        """Return a context manager that turns the casts off on the current thread."""
         return frames.suspended(self.device_type)
 
     def clear_cache(self) -> None:
-        """Drop the cached low-precision copies of weights. This is needed after weights were written by hand."""
+        """Drop the cached bf16 or fp16 copies of weights. This is needed after your own code has changed weights."""
         frames.clear_weight_cache()
 
     def enter(self) -> None:
-        """Activate the casts. After :meth:`leave` they may be activated again.
+        """Turn the casts on. After :meth:`leave` they may be turned on again.
 
         Raises:
             StateError: Another ``AmbientAutocast`` is already active on the device type.
@@ -93,7 +93,9 @@ class AmbientAutocast:
         )
 
     def leave(self) -> None:
-        """Deactivate the casts and undo all changes of :meth:`enter`. Does nothing if the casts are not active.
+        """Turn the casts off and undo all changes of :meth:`enter`.
+
+        The method does nothing if the casts are off already.
 
         Raises:
             StateError: The call is on another thread than that of :meth:`enter`, or inside an autocast block that was

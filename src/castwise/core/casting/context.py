@@ -26,7 +26,7 @@ _DTYPES = (*LOW_DTYPES, torch.float32)
 
 
 def default_device_type() -> str:
-    """Return the device type of the available accelerator, or ``"cpu"`` if there is none."""
+    """Return the device type of the available accelerator, such as ``"cuda"``, or ``"cpu"`` without an accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type in DEVICE_TYPES and torch.accelerator.is_available():
         return accelerator.type

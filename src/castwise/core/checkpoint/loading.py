@@ -24,12 +24,12 @@ from castwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Found:
-    """The newest complete checkpoint of a folder. The object is false if there is none.
+    """The result of :func:`newest`. It is false in an ``if`` statement when no complete checkpoint was found.
 
     Attributes:
-        path: Path of the checkpoint, or None if there is none.
-        step: Step of the checkpoint, or -1 if there is none.
-        skipped: Folders of later steps that were skipped, and why. They are incomplete, or not checkpoints.
+        path: The path of the checkpoint. None if no checkpoint was found.
+        step: The number of the checkpoint. -1 if no checkpoint was found.
+        skipped: The folders of later steps that were skipped, and why. They are incomplete, or not checkpoints.
         manifest: The contents of the checkpoint's manifest: plan, world size, versions, files.
     """
 
@@ -47,13 +47,14 @@ class Loaded:
     """The result of :func:`load`.
 
     Attributes:
-        path: Path of the checkpoint.
-        step: Step of the checkpoint.
-        extra: The ``extra`` that was given to :func:`save`. Its tensors are on the CPU.
-        plan: The plan under which the checkpoint was saved, as one line.
-        world_size: How many ranks saved the checkpoint.
-        random_state: Whether the random generators continue from the saved states. They do if as many ranks load as saved.
-        skipped: As in :class:`Found`. Empty if a path was given.
+        path: The path of the checkpoint.
+        step: The number of the checkpoint.
+        extra: The value that was passed to :func:`save` as ``extra``. Its tensors are on the CPU.
+        plan: The plan under which the checkpoint was saved, in its one-line text form.
+        world_size: The number of ranks that saved the checkpoint.
+        random_state: Whether the random generators continue from the saved states. They do if as many ranks load as
+            saved.
+        skipped: The same as in :class:`Found`. Empty if :func:`load` was called with a path.
     """
 
     path: Path
@@ -66,23 +67,25 @@ class Loaded:
 
 
 def newest(folder: str | os.PathLike[str], *, checksums: bool = True, process_group: Any = None) -> Found:
-    """Find the newest complete checkpoint of a folder. All ranks get the same result.
+    """Find the newest complete checkpoint of a folder.
 
-    If this process is saving a checkpoint, the call waits until the save has ended. If another process saves
-    meanwhile, the result was the newest checkpoint at some moment during the call. A checkpoint that is not finished
-    yet is skipped without a warning.
+    All ranks get the same result. If this process is saving a checkpoint, the call waits until the save has ended. If
+    another process saves meanwhile, the result was the newest checkpoint at some moment during the call. A checkpoint
+    that is not finished yet is skipped without a warning.
 
     Args:
-        folder: The ``folder`` given to :func:`save`. It need not exist.
-        checksums: Whether to compare the crc32 of every file. The ranks share this work and read the checkpoint once, at 1
-            to 4 GB/s per rank if the disk is as fast. Otherwise only sizes are compared, without reading the files.
+        folder: The ``folder`` that was passed to :func:`save`. It need not exist.
+        checksums: Whether to compare the crc32 of every file. The ranks share this work and read the checkpoint once,
+            at 1 to 4 GB/s per rank if the disk is as fast. If False, only sizes are compared, without reading the
+            files.
         process_group: The ranks that search together. None stands for all ranks.
 
     Returns:
-        The checkpoint. Its attribute ``skipped`` lists the skipped folders.
+        The checkpoint, which :func:`load` accepts. It is false in an ``if`` statement when no complete checkpoint was
+        found. Its attribute ``skipped`` lists the skipped folders.
 
     Warns:
-        UserWarning: A folder was skipped. There is a warning for each such folder, on the first rank.
+        UserWarning: A folder was skipped. The first rank gives a warning for each such folder.
     """
     settle()
     ranks = Ranks(process_group, CheckpointError)
@@ -143,11 +146,11 @@ def load(
     accept: Callable[[Any], None] | None = None,
     process_group: Any = None,
 ) -> Loaded:
-    """Restore a training run: weights, fp32 masters, optimizer state, loss scale and random generators.
+    """Restore a training run from a checkpoint: weights, optimizer state, loss scale and random generators.
 
-    All ranks call this function, after ``prepare``. Under the plan and layout of the save, training resumes bit for
-    bit. Under another plan, masters take the full fp32 weights, and the loss scale is kept if both plans have one.
-    Under another layout, each rank reads the parts that it needs.
+    All ranks must call this function together, after ``prepare``. With the plan and the layout over ranks of the
+    save, training resumes bit for bit. Under another plan, fp32 master weights take the saved fp32 weights, and the
+    loss scale is kept if both plans have a loss scale. Under another layout, each rank reads the parts that it needs.
 
     Loading executes no code from the checkpoint, so its source need not be trusted. All ranks check the whole
     checkpoint before anything is changed. If a module or an optimizer still refuses something, the load is undone on
@@ -161,20 +164,20 @@ def load(
 
     Args:
         checkpoint: The result of :func:`newest`, or the path of a checkpoint, which is verified first.
-        model: As for :func:`save`.
-        optimizers: As for :func:`save`. Without optimizers, saved optimizer state is ignored. The options that select a
-            kernel (``fused``, ``foreach``) are not loaded.
-        amp: The session of the model.
-        accept: Called with the saved ``extra`` before anything is changed. It refuses the checkpoint by raising an
-            exception.
+        model: The prepared model, as for :func:`save`.
+        optimizers: The optimizers, as for :func:`save`. Without optimizers, saved optimizer state is ignored. The
+            options that select a kernel (``fused``, ``foreach``) are not loaded.
+        amp: The :class:`castwise.Amp` that prepared the model.
+        accept: A function that is called with the saved ``extra`` before anything is changed. It can refuse the
+            checkpoint by raising an exception.
         process_group: The ranks that load together. None stands for all ranks.
 
     Returns:
         The checkpoint's path, step and plan, and its ``extra``.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or not accepted, or does not fit. In the last case all differences are
-            named.
+        CheckpointError: The checkpoint is damaged, is not accepted, or does not fit. If it does not fit, the message
+            names all differences.
     """
     settle()
     ranks = Ranks(process_group, CheckpointError)

@@ -25,11 +25,11 @@ from castwise.errors import CheckpointError
 
 
 class Saving:
-    """A checkpoint that is being written or has been written.
+    """The result of :func:`save`: a checkpoint that has been written or is being written in the background.
 
     Attributes:
-        step: Step of the checkpoint.
-        path: Path that the checkpoint has once it is complete.
+        step: The number of the checkpoint.
+        path: The path that the checkpoint has once it is complete.
     """
 
     def __init__(self, step: int, path: Path, future: Future[None]) -> None:
@@ -41,17 +41,17 @@ class Saving:
     def done(self) -> bool:
         """Whether :meth:`wait` would return immediately.
 
-        This may become true on one rank before it does on another, so ranks must agree before they act on it.
+        It may become true on one rank before it does on another. Ranks must therefore agree before they act on it.
         """
         return self._future.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete on this rank, and return its path.
 
-        No collective runs in the process groups that the training uses.
+        The method runs no collective in the process groups that the training uses.
 
         Raises:
-            CheckpointError: The checkpoint could not be written. The previous checkpoint is still the newest.
+            CheckpointError: The checkpoint could not be written. The previous checkpoint is then still the newest.
         """
         self._seen = True
         self._future.result()
@@ -85,34 +85,36 @@ def save(
     keep: int | None = 2,
     process_group: Any = None,
 ) -> Saving:
-    """Save a training run as ``folder/step-00000123``, which appears complete or not at all.
+    """Save a training run as the folder ``folder/step-00000123``, which appears complete or not at all.
 
-    All ranks call this function, between two steps. Each rank writes its shards. Data that several ranks hold
-    (replicated weights, buffers) is written by the lowest of them. A rank of a pipeline passes the part of the model
-    that it holds. If a step is saved again, the new checkpoint replaces the former one.
+    A checkpoint has the weights, the optimizer state, the loss scale and the states of the random generators. All
+    ranks must call this function together, between two steps. Each rank writes its shards. Data that several ranks
+    have in common (replicated weights, buffers) is written by the lowest of these ranks. A rank of a pipeline passes
+    the part of the model that it has. If a step is saved again, the new checkpoint replaces the former checkpoint.
 
     Args:
-        folder: A folder that only this training uses, on a file system that all ranks see. The first rank's process locks
-            the folder until the process ends or saves into another folder.
-        step: Number of the checkpoint, 0 or above.
-        model: A prepared model. Wrappers (DistributedDataParallel, ``torch.compile`` and FSDP2) are allowed. If this rank
-            holds several stages of a pipeline, a list of them.
+        folder: A folder that only this training uses, on a file system that all ranks see. The first rank's process
+            locks the folder until the process ends or saves into another folder.
+        step: The number of the checkpoint, 0 or above.
+        model: A model that ``amp`` prepared. It may be wrapped in DistributedDataParallel, ``torch.compile`` or
+            FSDP2. If this rank has several stages of a pipeline, pass a list of them.
         optimizers: The optimizers that update the model, in the same order as for :func:`load`.
-        amp: The session of the model.
-        extra: Any other values: None, bool, int, float, str, tensors, and lists, tuples and dicts of these. The first
-            rank's value is saved, but every rank must pass the tensors in it.
-        asynchronous: Whether to copy the tensors to host memory, return, and write in the background. Call
-            :meth:`Saving.wait` for the last save before the process ends.
-        keep: How many complete checkpoints to keep, including this one. Checkpoints of later steps are not counted and
-            stay. None keeps all.
+        amp: The :class:`castwise.Amp` that prepared the model.
+        extra: Any other values to save: None, bool, int, float, str, tensors, and lists, tuples and dicts of these.
+            The first rank's value is saved, but every rank must pass the tensors in it.
+        asynchronous: Whether to return as soon as the tensors are copied to host memory, and write in the background.
+            After the last save, call :meth:`Saving.wait` before the process ends.
+        keep: The number of complete checkpoints to keep, including this checkpoint. Older ones are deleted.
+            Checkpoints of later steps are not counted and stay. None keeps all.
         process_group: The ranks that save together. None stands for all ranks.
 
     Returns:
-        The save, whose ``wait()`` returns the path. If ``asynchronous`` is False, the save has finished.
+        A :class:`Saving`, whose ``wait()`` returns the path. If ``asynchronous`` is False, the checkpoint is already
+        complete.
 
     Raises:
         CheckpointError: Something cannot be saved or written, or another process saves into the folder. The previous
-            checkpoint is still the newest.
+            checkpoint is then still the newest.
     """
     global _last
     settle()

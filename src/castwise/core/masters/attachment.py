@@ -531,12 +531,11 @@ def _put(params: list[Any], group: dict[str, Any]) -> None:
 
 
 def copy_to_model(optimizer: Optimizer) -> None:
-    """Write the fp32 masters of an optimizer into the model's parameters, rounded.
+    """Write the fp32 master weights of an optimizer into the model's parameters, rounded to bf16 or fp16.
 
-    Does nothing if there are no masters.
-
-    A step of the optimizer does the same, and so does the next forward of a prepared model after masters were written
-    by hand. Call this function if the parameters are read before that.
+    Call this function after your own code has changed master weights, if the model's parameters are read before the
+    next step or forward. A step of the optimizer does the same, and so does the next forward of a prepared model. The
+    function does nothing if the optimizer has no master weights.
     """
     attachment = attachment_of(optimizer)
     if attachment is not None:
@@ -544,15 +543,16 @@ def copy_to_model(optimizer: Optimizer) -> None:
 
 
 def refresh_master(parameter: nn.Parameter) -> bool:
-    """Update a parameter's fp32 master after a write that does not raise torch's version counter, such as one by NumPy.
+    """Update a parameter's fp32 master weight after a write that torch cannot notice, such as a write by NumPy.
 
-    Synchronises with the device.
+    Such a write does not raise the parameter's version counter. The fp32 master weight is the copy that the optimizer
+    updates when the parameter is in bf16 or fp16. The function waits for the device.
 
     Args:
         parameter: A parameter of a model.
 
     Returns:
-        Whether the master differed from the parameter. False also if there is no master.
+        Whether the master weight differed from the parameter. False also if the parameter has no master weight.
     """
     for attachment in sync.attachments():
         if any(parameter is stored for stored in attachment.stored):

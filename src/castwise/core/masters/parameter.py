@@ -325,13 +325,21 @@ _class_of("Differentiated", _DifferentiatedByStored, _class_of("Master", Master,
 
 
 def master_of(parameter: Tensor) -> nn.Parameter | None:
-    """Return the fp32 master that is in use for a model's parameter, or None if there is none."""
+    """Return the fp32 master weight of a model's parameter, or None if it has none.
+
+    A plan that stores a parameter in bf16 or fp16 can keep an fp32 copy, the master weight, that the optimizer
+    updates.
+    """
     reference = _masters.get(parameter)
     return None if reference is None else reference()
 
 
 def model_param_of(parameter: Tensor) -> Tensor:
-    """Return the model's parameter to which an fp32 master belongs. Any other parameter is returned unchanged."""
+    """Return the model's parameter to which an fp32 master weight belongs.
+
+    An fp32 master weight is the copy that the optimizer updates when the model's parameter is in bf16 or fp16. Any
+    other parameter is returned unchanged.
+    """
     return parameter.stored if isinstance(parameter, Master) else parameter
 
 

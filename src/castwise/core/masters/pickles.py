@@ -52,8 +52,9 @@ They are referenced weakly, so they exist only as long as the pickle that is bei
 def make_pickles_plain() -> None:
     """Make all models and optimizers of the process pickle without castwise's objects.
 
-    This is never undone, since copies of prepared models may outlive their session. Objects without additions by
-    castwise pickle as before, by the method of their class.
+    The pickles can then be loaded without castwise. This is never undone, since copies of prepared models may outlive
+    the :class:`castwise.Amp` that prepared them. Objects to which castwise has added nothing are pickled as before,
+    by the method of their class.
     """
     for kind, plain in ((nn.Module, _plain_module), (Optimizer, _plain_optimizer)):
         _torch.hooks.around_function(kind, "__reduce_ex__", functools.partial(_around, kind, plain))

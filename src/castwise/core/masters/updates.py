@@ -35,26 +35,28 @@ def lamb_(
     decoupled: bool = True,
     adapt_all: bool = False,
 ) -> None:
-    """Make one step of LAMB, which scales Adam's direction for each tensor in proportion to the tensor's norm.
+    """Make one step of the optimizer LAMB, which scales Adam's direction for each tensor by the tensor's norm.
+
+    Parameters and running means are changed in place.
 
     Args:
-        params: Parameters of any shapes, written to.
-        grads: One gradient for each parameter, not changed.
-        means: Running means of the gradients, written to.
-        squares: Running means of the squared gradients, written to.
-        lr: Learning rate.
-        betas: Decay factors of the running means.
-        eps: Number that is added to the root of the mean square.
-        weight_decay: Coefficient of the parameter in the direction.
-        step: Number of this step, from 1.
+        params: The parameters, of any shapes. They are updated.
+        grads: One gradient for each parameter. They are not changed.
+        means: The running means of the gradients. They are updated.
+        squares: The running means of the squared gradients. They are updated.
+        lr: The learning rate.
+        betas: The decay factors of the two running means.
+        eps: A number that is added to the root of the mean square.
+        weight_decay: The coefficient with which the parameter is added to the direction.
+        step: The number of this step, from 1.
         divisor: A 0-dim tensor by which gradients are divided first, to clip them.
         bias_correction: Whether the means are divided by the sum of their weights.
         grad_averaging: Whether a gradient has the weight ``1 - betas[0]`` in its mean. Otherwise the weight is 1.
         decoupled: Whether weight decay is added to the direction. Otherwise it is added to the gradient.
-        adapt_all: Whether the direction is also scaled if there is no weight decay.
+        adapt_all: Whether the direction is also scaled if ``weight_decay`` is 0.
 
-    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019;
-    options as in Apex.
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019. The options
+    are those of Apex.
     """
     beta1, beta2 = betas
     weights, mean, square, grad = map(_wide, (params, means, squares, grads))
@@ -100,27 +102,31 @@ def novograd_(
     grad_averaging: bool = True,
     inside: bool = False,
 ) -> None:
-    """Make one step of NovoGrad, which divides each tensor's gradient by the running norm of the tensor's gradients.
+    """Make one step of the optimizer NovoGrad, which divides each tensor's gradient by a running norm of its gradients.
+
+    Parameters, running means and running norms are changed in place.
 
     Args:
-        params: Parameters of any shapes, written to.
-        grads: One gradient for each parameter, not changed.
-        means: Running means of the gradients, written to.
-        norms: Running norms of the gradients, as 0-dim tensors, written to. With ``order`` 2 a running norm is the root
-            of a mean square, otherwise a mean. It starts as the norm of the first gradient, or as zero.
-        lr: Learning rate.
-        betas: Decay factors of the running means and norms.
-        eps: Number that is added to the norm.
-        weight_decay: Coefficient of the parameter in the direction.
-        step: Number of this step, from 1.
-        order: Order of the norm: 2 or infinity.
-        bias_correction: Whether means and norms are divided by the sum of their weights, as if they had started at zero.
+        params: The parameters, of any shapes. They are updated.
+        grads: One gradient for each parameter. They are not changed.
+        means: The running means of the gradients. They are updated.
+        norms: The running norms of the gradients, as 0-dim tensors. They are updated. With ``order`` 2 a running norm
+            is the root of a mean square, otherwise a mean. It must start as the norm of the first gradient, or as
+            zero.
+        lr: The learning rate.
+        betas: The decay factors of the running means and of the running norms.
+        eps: A number that is added to the norm.
+        weight_decay: The coefficient with which the parameter is added to the direction.
+        step: The number of this step, from 1.
+        order: The order of the norm, 2 or infinity.
+        bias_correction: Whether means and norms are divided by the sum of their weights, as if they had started at
+            zero.
         grad_averaging: Whether a gradient has the weight ``1 - betas[0]`` in its mean. Otherwise the weight is 1.
-        inside: Whether gradients are divided by the norm, and weight decay is added, before the mean is taken, as in the
-            paper. Otherwise this is done to the mean.
+        inside: Whether gradients are divided by the norm, and weight decay is added, before the mean is taken, as in
+            the paper. Otherwise this is done to the mean.
 
-    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
-    Deep Networks", 2019; options as in Apex.
+    Source: Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of Deep
+    Networks", 2019. The options are those of Apex.
     """
     beta1, beta2 = betas
     weights, mean, grad = map(_wide, (params, means, grads))
@@ -154,9 +160,10 @@ def novograd_(
 
 @torch.no_grad()
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all tensors together, on the device of the first tensor.
+    """Return the 2-norm of all elements of several tensors together.
 
-    It is computed in fp64 if any tensor is fp64, otherwise in fp32.
+    The result is a 0-dim tensor on the device of the first tensor. It is computed in fp64 if any tensor is fp64,
+    otherwise in fp32.
     """
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
     norms = _torch.tensors.each_norm(list(tensors), 2, dtype)

@@ -31,25 +31,27 @@ def _compressed(group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Fu
 def compress_to_bf16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over ranks in bf16, which sends half the bytes of fp32.
 
+    This is a communication hook for DistributedDataParallel: ``ddp.register_comm_hook(group, compress_to_bf16)``.
     Each gradient keeps 8 significant bits.
 
     Args:
-        group: Process group, the first argument of ``ddp.register_comm_hook(group, hook)``; None for all ranks.
-        bucket: A bucket of DistributedDataParallel; its buffer ``[elements]`` keeps its dtype.
+        group: The process group, which is the first argument of ``register_comm_hook``. None stands for all ranks.
+        bucket: A bucket of DistributedDataParallel. Its buffer ``[elements]`` keeps its dtype.
 
     Returns:
         A future of the buffer, averaged over ranks.
 
     Source:
-        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``; this hook can be used like those.
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks``. This hook can be used like those.
     """
     return _compressed(group, bucket, torch.bfloat16)
 
 
 def compress_to_fp16(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients over ranks in fp16; the arguments are those of :func:`compress_to_bf16`.
+    """Average a bucket of gradients over ranks in fp16, which sends half the bytes of fp32.
 
-    Each gradient keeps 11 significant bits. Values that overflow fp16 become infinite on all ranks. Under a plan with a
+    This is a communication hook for DistributedDataParallel, with the arguments of :func:`compress_to_bf16`. Each
+    gradient keeps 11 significant bits. Values that overflow fp16 become infinite on all ranks. Under a plan with a
     loss scale, the step is then skipped and the scale shrinks. Values below 6e-8 are lost.
     """
     return _compressed(group, bucket, torch.float16)

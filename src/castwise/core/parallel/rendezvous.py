@@ -29,24 +29,26 @@ def init_process_group(
     device_id: torch.device | int | None = None,
     pg_options: Any = None,
 ) -> None:
-    """Start ``torch.distributed`` so that it also works in processes that torchrun has restarted.
+    """Start ``torch.distributed``, also in processes that torchrun has restarted.
 
     Use it in place of ``torch.distributed.init_process_group`` in a script under ``torchrun --max-restarts``, on one
-    machine or several. torch's function finds the addresses of ended processes in torchrun's store, and fails or hangs.
-    Without torchrun or another launcher, the process forms a group by itself, so that the same script also runs as
-    ``python train.py``.
+    machine or several. In restarted processes, torch's function finds the addresses of ended processes in torchrun's
+    store, and fails or hangs. Without torchrun or another launcher, the process forms a group by itself. The same
+    script thus also runs as ``python train.py``.
 
     Args:
-        backend: For example ``"gloo"`` or ``"nccl"``. None leaves the choice to torch, which chooses by device.
+        backend: The backend, such as ``"gloo"`` or ``"nccl"``. None leaves the choice to torch, which chooses by
+            device.
         timeout: How long to wait for the other processes, in this call and in collectives. None waits five minutes in
-            this call and torch's defaults in collectives.
+            this call, and has torch's defaults in collectives.
         device_id: The GPU of this process, as for torch's function.
         pg_options: Options of the backend, as for torch's function.
 
     Raises:
         StateError: Other processes did not arrive in time.
-        RuntimeError: From torch: the store cannot be reached.
-        ValueError: From torch: a group exists already, or the environment lacks ``MASTER_ADDR`` or a similar variable.
+        RuntimeError: Raised by torch: the store cannot be reached.
+        ValueError: Raised by torch: a group exists already, or the environment lacks ``MASTER_ADDR`` or a similar
+            variable.
     """
     dist.init_process_group(
         backend,

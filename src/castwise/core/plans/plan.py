@@ -499,18 +499,19 @@ def with_rule(plan: Plan, op: str, rule: str) -> Plan:
 
 
 def as_plan(value: Plan | str | os.PathLike[str] | torch.dtype) -> Plan:
-    """Convert a preset's name, other text, a path or a dtype to a Plan.
+    """Return the plan that a value stands for: a preset's name, other text, a path or a dtype.
 
     Args:
-        value: A plan, a preset name or other text for `Plan.parse`, the path of a plan.json, or a format to
-            autocast to, by name or dtype (``bf16`` and ``torch.bfloat16`` mean ``bf16-mixed``).
+        value: A plan, the name of a preset, other text that `Plan.parse` reads, the path of a ``plan.json``, or a
+            format to autocast to. A format is a name or a dtype: ``bf16`` and ``torch.bfloat16`` both mean
+            ``bf16-mixed``.
 
     Returns:
-        The plan.
+        The plan. A plan is returned unchanged.
 
     Raises:
-        UnknownNameError: No such preset, and no file of that name.
-        PlanError: The value does not name a plan, or the file does not hold one.
+        UnknownNameError: The value is neither the name of a preset nor of a file.
+        PlanError: The value does not name a plan, or the file has no plan.
     """
     if isinstance(value, Plan):
         return value

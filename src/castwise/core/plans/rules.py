@@ -72,18 +72,18 @@ _WHOLE: Final = "its kernel calls an in-place operator that is banned only for d
 
 @dataclass(frozen=True)
 class Row:
-    """The rule of one operator.
+    """The rule by which the inputs of one operator are cast.
 
     Attributes:
-        op: ATen base name, in-place name or ``namespace::name``.
+        op: The ATen base name of the operator, its in-place name, or ``namespace::name``.
         rule: One of `RULES`.
-        reason: Why the operator has this rule, in a clause.
+        reason: Why the operator has this rule, as part of a sentence.
         only_low: Whether the rule holds only for some inputs. ``banned`` then raises only if a floating input is bf16
-            or fp16, as Apex does, and ``lower`` casts only in this case. ``widest`` then casts only if the first input
-            is neither, since norms accept a bf16 or fp16 input with fp32 weights.
-        opaque: Whether the rule also covers the operators that this operator calls, as in torch.autocast. False only in
-            `overrides`, for an operator that the device's native list casts and CUDA's table does not list. Such an
-            operator is not cast itself, and the operators that it calls are looked up one by one, as on CUDA.
+            or fp16, as Apex does, and ``lower`` casts only in this case. ``widest`` then casts only if the first
+            input is neither, since norms accept a bf16 or fp16 input with fp32 weights.
+        opaque: Whether the rule also covers the operators that this operator calls, as in torch.autocast. False only
+            in `overrides`, for an operator that the device's native list casts and CUDA's table does not list. Such
+            an operator is not cast itself, and the operators that it calls are looked up one by one, as on CUDA.
         message: The error message of a ban in place of castwise's, for rules that another library made.
     """
 
@@ -97,17 +97,20 @@ class Row:
 
 @cache
 def base_table(base: str, device_type: str) -> Mapping[str, Row]:
-    """Return the operator rules of one base table, for the operators of the installed torch.
+    """Return the rules by which operators are cast, from one of the base tables of castwise.
+
+    A plan takes its operator rules from a base table, such as that of torch.autocast or of Apex. The result has only
+    operators of the installed torch.
 
     Args:
-        base: One of `BASES`.
-        device_type: One of `DEVICE_TYPES`; ``native`` depends on it.
+        base: The name of the table, one of `BASES`: ``native``, ``cuda``, ``apex`` or ``none``.
+        device_type: One of `DEVICE_TYPES`. The table ``native`` depends on it.
 
     Returns:
-        The row of each operator, by the operator's name. Operators without a row are not changed.
+        The `Row` of each operator, by the operator's name. Operators without a row are not changed.
 
     Raises:
-        UnknownNameError: No such base or device type.
+        UnknownNameError: ``base`` or ``device_type`` is not known.
     """
     call = f"base_table({base!r}, {device_type!r})"
     _check_name(call, "base table", base, BASES)
@@ -135,10 +138,14 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
 
 
 def describe(base: str, device_type: str) -> tuple[Row, ...]:
-    """Return the operator rules of :func:`base_table`, sorted by rule and then by the operator's name.
+    """Return the rules of :func:`base_table` as a tuple, sorted by rule and then by the operator's name.
+
+    Args:
+        base: The name of the table, one of `BASES`.
+        device_type: One of `DEVICE_TYPES`.
 
     Raises:
-        UnknownNameError: No such base or device type.
+        UnknownNameError: ``base`` or ``device_type`` is not known.
     """
     rows = base_table(base, device_type).values()
     return tuple(sorted(rows, key=lambda row: (RULES.index(row.rule), row.op)))
@@ -206,18 +213,19 @@ def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Ma
     """Return the operator rules in which a plan differs from torch.autocast on a device.
 
     Args:
-        base: One of `BASES`.
-        ops: Pairs of operator and rule that replace rows of the base table; a later pair wins.
+        base: The name of the plan's base table, one of `BASES`.
+        ops: Pairs of operator and rule that replace rows of the base table. If an operator is in several pairs, the
+            last pair counts.
         device_type: One of `DEVICE_TYPES`.
 
     Returns:
-        The row of each operator, by the operator's name. Empty if torch.autocast already applies all rules. Also empty
-        for ``none`` without ``ops``, for which the caller does not enable autocast. With ``ops``, ``none`` disables
-        every row of the native table.
+        The `Row` of each operator, by the operator's name. It is empty if torch.autocast already applies all rules.
+        It is also empty for the table ``none`` without ``ops``, for which the caller does not enable autocast. With
+        ``ops``, the table ``none`` disables every row of the native table.
 
     Raises:
-        UnknownNameError: No such base, device type, rule or operator.
-        PlanError: A rule in ``ops`` could never work, see `check_rule`.
+        UnknownNameError: A base table, device type, rule or operator is not known.
+        PlanError: A rule in ``ops`` could never work. See `check_rule`.
     """
     return _overrides(base, tuple((op, rule) for op, rule in ops), device_type)
 

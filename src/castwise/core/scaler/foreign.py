@@ -18,16 +18,18 @@ from castwise.errors import CheckpointError
 def from_apex(
     state: Mapping[str, Any], *, names: tuple[str, ...] = ("loss",), growth_interval: int = 2000
 ) -> dict[str, Any]:
-    """Convert ``apex.amp.state_dict()`` to a state for :meth:`castwise.GradScaler.load_state_dict`.
+    """Convert a loss-scaler state of Apex to a state that :meth:`castwise.GradScaler.load_state_dict` accepts.
 
     Args:
-        state: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
-        names: Names of the losses, in Apex's order of ``loss_id``; further ones are called ``loss1``, ``loss2``, ...
-        growth_interval: The number of updates with finite gradients before the scale grows, which Apex does not save.
-            Apex's default is 2000.
+        state: The result of ``apex.amp.state_dict()``: ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...},
+            ...}``.
+        names: The names of the losses, in Apex's order of ``loss_id``. The first must be ``"loss"``. Further losses
+            without a name here are called ``loss1``, ``loss2``, ...
+        growth_interval: The number of updates with finite gradients before the scale grows. Apex does not save it,
+            and its default is 2000.
 
     Raises:
-        CheckpointError: The state has other keys, or none.
+        CheckpointError: The state is empty or has other keys, or ``names`` is not valid.
     """
     found: dict[str, dict[str, Any]] = {}
     for index, (key, value) in enumerate(state.items()):
@@ -54,7 +56,11 @@ def from_apex(
 
 
 def to_apex(state: Mapping[str, Any]) -> OrderedDict[str, dict[str, Any]]:
-    """Convert the state of a :class:`castwise.GradScaler` for ``apex.amp.load_state_dict``."""
+    """Convert the state of a :class:`castwise.GradScaler` to a state for ``apex.amp.load_state_dict``.
+
+    Args:
+        state: The result of ``state_dict()`` of the :class:`castwise.GradScaler`.
+    """
     return OrderedDict(
         (f"loss_scaler{i}", {"loss_scale": float(loss["scale"]), "unskipped": int(loss["_growth_tracker"])})
         for i, loss in enumerate([state, *state.get("losses", {}).values()])
@@ -73,16 +79,17 @@ _COLOSSAL_POLICY = {"min_scale", "max_scale", "hysteresis"}
 
 
 def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the state of Colossal-AI's naive ``DynamicGradScaler`` for :meth:`castwise.GradScaler.load_state_dict`.
+    """Convert a loss-scaler state of Colossal-AI to a state that :meth:`castwise.GradScaler.load_state_dict` accepts.
 
     Args:
-        state: The scaler's ``state_dict()``, whose fields differ between releases. It must have ``scale`` (a tensor of
-            one element or a number). It may have any of growth_factor, backoff_factor, growth_interval, growth_step and
-            hysteresis_step, each with or without a leading underscore. min_scale, max_scale and hysteresis are
-            arguments of the constructor and are ignored.
+        state: The ``state_dict()`` of a ``DynamicGradScaler`` of Colossal-AI's naive AMP. Its fields differ between
+            releases. It must have ``scale``, a number or a tensor of one element. It may have any of growth_factor,
+            backoff_factor, growth_interval, growth_step and hysteresis_step, each with or without a leading
+            underscore. The fields min_scale, max_scale and hysteresis are ignored, since they are arguments of the
+            constructor.
 
     Raises:
-        CheckpointError: There is an unknown field, or no scale.
+        CheckpointError: A field is not known, or ``scale`` is missing.
     """
     fields = {key.removeprefix("_"): value for key, value in state.items()}
     unknown = set(fields) - set(_COLOSSAL) - _COLOSSAL_POLICY
@@ -103,16 +110,17 @@ def from_colossalai(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_colossalai(state: Mapping[str, Any], *, hysteresis: int = 2) -> dict[str, Any]:
-    """Convert the state of a :class:`castwise.GradScaler` for Colossal-AI's ``DynamicGradScaler.load_state_dict``.
+    """Convert the state of a :class:`castwise.GradScaler` to a state for Colossal-AI's ``DynamicGradScaler``.
 
     Args:
-        state: The result of ``state_dict()``. Only the first loss is converted, since Colossal-AI has only one.
+        state: The result of ``state_dict()`` of the :class:`castwise.GradScaler`. Only the first loss is converted,
+            since Colossal-AI has only one loss.
         hysteresis: The argument ``hysteresis`` of Colossal-AI's scaler, which it saves with its state. Its default is
             2.
 
     Returns:
-        The fields that Colossal-AI reads, with the scale as an fp32 tensor of shape ``[1]``, and the counters,
-        which Colossal-AI neither saves nor reads.
+        A state for ``DynamicGradScaler.load_state_dict``. It has the fields that Colossal-AI reads, with the scale as
+        an fp32 tensor of shape ``[1]``. It also has the counters, which Colossal-AI neither saves nor reads.
     """
     out = {theirs: state.get(ours, 0) for theirs, ours in _COLOSSAL.items()}
     out["scale"] = torch.tensor([float(state["scale"])], device="cpu")

@@ -126,15 +126,17 @@ def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 def check_and_multiply(
     grads: Sequence[torch.Tensor], factor: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Multiply gradients in place, each in its dtype, and return whether one was not finite.
+    """Multiply gradients by a factor in place, and return whether one of them was not finite before.
+
+    Each gradient keeps its dtype. This is what a loss scaler does when it unscales gradients.
 
     Args:
-        grads: Gradients on any devices, of any floating dtypes; sparse gradients may be uncoalesced.
-        factor: The factor, 0-dim fp32. None only checks.
-        device: Device of the flag.
+        grads: Gradients on any devices, of any floating dtypes. Sparse gradients may be uncoalesced.
+        factor: The factor, a 0-dim fp32 tensor. With None, the gradients are only checked.
+        device: The device of the result.
 
     Returns:
-        A 0-dim fp32 flag that is one if a gradient was not finite before.
+        A 0-dim fp32 tensor that is one if a gradient was not finite, and otherwise zero.
     """
     factor = number(1.0, device) if factor is None else factor
     by_kind: dict[Any, list[torch.Tensor]] = defaultdict(list)
@@ -215,11 +217,15 @@ def forget_unwritten(optimizer: Optimizer, flags: Iterable[torch.Tensor]) -> Non
 def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Remove gradients from parameters, so that gradients of the next backward pass are not added to them.
 
-    :func:`add_up` adds them again later. If torch.distributed is in use, gradients are copied, since they may be views
-    of a bucket that the next backward pass overwrites (``gradient_as_bucket_view`` of DistributedDataParallel).
+    :func:`add_up` adds them again later. If torch.distributed is in use, the gradients are copied, because they may
+    be views of a bucket that the next backward pass overwrites (``gradient_as_bucket_view`` of
+    DistributedDataParallel).
+
+    Args:
+        params: The parameters. Their ``.grad`` is None afterwards.
 
     Returns:
-        The parameters that had a gradient, each once, with that gradient.
+        Pairs of a parameter that had a gradient, each once, and that gradient.
     """
     shared = torch.distributed.is_available() and torch.distributed.is_initialized()
     aside = []
@@ -232,9 +238,10 @@ def set_aside(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 
 
 def add_up(aside: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add gradients that :func:`set_aside` returned to the gradients that their parameters have now.
+    """Add the gradients that :func:`set_aside` removed to the gradients that their parameters have now.
 
-    The tensors of the former may be overwritten.
+    Args:
+        aside: The result of :func:`set_aside`. The gradients in it may be overwritten.
     """
     with torch.no_grad():
         for parameter, grad in aside:

@@ -90,9 +90,14 @@ class ScaleState:
 
 
 def next_state(state: ScaleState, found_inf: bool, policy: ScalePolicy) -> ScaleState:
-    """Return the state of a loss scale after one update, given whether any gradient was not finite.
+    """Return the state that a loss scale has after one update.
 
     Products are rounded to fp32, so the result equals, bit for bit, what the device computes.
+
+    Args:
+        state: The loss scale and its counters before the update.
+        found_inf: Whether any gradient was not finite.
+        policy: The rule by which the scale grows and shrinks.
     """
     if not policy.dynamic:
         return state

@@ -25,10 +25,10 @@ def schema(name: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a file that castwise writes.
 
     Args:
-        name: ``plan`` for ``plan.json``, or ``evidence`` for ``evidence.json``.
+        name: ``plan`` for the schema of ``plan.json``, or ``evidence`` for the schema of ``evidence.json``.
 
     Raises:
-        UnknownNameError: The name is neither.
+        UnknownNameError: ``name`` is neither of these.
     """
     if name not in NAMES:
         raise UnknownNameError(f"schema({name!r}): no such schema. Allowed: {', '.join(NAMES)}.")

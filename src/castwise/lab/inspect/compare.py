@@ -76,36 +76,44 @@ def compare(
     seed: int = 0,
     tries: int = TRIES,
 ) -> Comparison:
-    """Compare two plans on one batch, call by call, forward and backward: find which calls make errors and which pass errors on.
+    """Compare a plan with a reference plan on one batch, and find the module calls that make the errors.
 
-    A call under one plan is compared with the call of the same module path and number under the other plan, so additional casts
-    and operators of one plan do not matter. Everything runs on copies: the model, its gradients, random numbers and process-wide
-    settings are unchanged when the function returns, fails or is interrupted.
+    A plan decides the formats in which a model computes and stores its weights. Use this when a model trains worse
+    under one plan than under another. The result tells, for each call of a module, forward and backward, whether the
+    call itself makes an error or only passes on the errors of earlier calls.
 
-    The comparison takes five passes, six if the model makes discrete choices, plus one per module tried. It needs memory for about
-    four times the activations of one pass, and waits for the device.
+    Calls with the same module path and number are compared with each other. Casts and operators that only one of the
+    plans has thus do not matter. The function runs copies. The model, its gradients, the random generators and
+    process-wide settings are unchanged when it returns, fails or is interrupted.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own batch.
-    All ranks get the same comparison, which has the result and the number of the worst rank for each call and direction.
+    The comparison runs five forward and backward passes, and six if the model makes discrete choices, such as an
+    ``argmax`` or a mask. It runs one more pass for each module tried. It needs memory for about four times the
+    activations of one pass, and waits for the device.
+
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks must call this function together.
+    Each rank passes its own batch. All ranks get the same result. For each call and direction it has the worst rank's
+    errors and the number of that rank.
 
     Args:
-        model: The model, in any training state; its training and evaluation modes are kept. A sharded model is copied
+        model: The model, in any training state. Its training and evaluation modes are kept. A sharded model is copied
             whole on every rank.
-        loss: ``loss(model, batch)`` -> scalar tensor.
-        batch: One batch, as ``loss`` takes it.
+        loss: A function ``loss(model, batch)`` that returns a scalar tensor.
+        batch: One batch, in the form that ``loss`` takes.
         plan_a: The reference plan, usually ``"fp32"``.
-        plan_b: The plan to compare with it.
-        device: By default the device of the model's parameters.
-        seed: Seed of the random draws, 0 to 2**32 - 1.
-        tries: How many modules to try in the first plan's format, the worst first.
+        plan_b: The plan to compare with the reference.
+        device: The device of the run. By default it is the device of the model's parameters.
+        seed: The seed of the random draws, from 0 to 2**32 - 1.
+        tries: The number of modules that are tried in the reference plan's format, each in a run of its own, the
+            worst first.
 
     Returns:
-        The comparison: ``.birthplaces``, ``.calls``, ``.tried``, ``.table()``, ``.save(folder)``.
+        The comparison. Its main parts are ``.birthplaces`` (the calls that make errors), ``.calls``, ``.tried``,
+        ``.table()`` and ``.save(folder)``.
 
     Raises:
-        WorkloadError: A model that cannot be copied, or a loss that is not a scalar or has no graph.
-        NonFiniteError: The loss or a gradient is not finite under the first plan.
-        PlanError: A plan that does not fit the model.
+        WorkloadError: The model cannot be copied, or the loss is not a scalar or has no graph.
+        NonFiniteError: The loss or a gradient is not finite under the reference plan.
+        PlanError: A plan does not fit the model.
         DeviceError: The device cannot run a plan.
     """
 

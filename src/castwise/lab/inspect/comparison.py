@@ -26,21 +26,27 @@ Effect = Literal["born", "kernel", "amplifies", "rounding", "passes", "exact", "
 class Side:
     """The error of one module call in one direction, forward or backward.
 
-    Errors are relative, ``||b - a|| / ||a||`` of a tensor; the tensor with the largest error counts.
+    One module call has two sides: forward and backward. An error is relative, that is ``||b - a|| / ||a||`` for a
+    tensor that is ``a`` under the reference plan and ``b`` under the second plan. If a call has several tensors, the
+    tensor with the largest error counts. Rounding to a format explains an error of a certain size. An error above
+    that size has another cause.
 
     Attributes:
-        effect: ``born``: the call makes an error that rounding to its format does not explain. ``kernel``: the call
-            makes such an error, but would make none if torch's kernels for layers, such as layer norm, rounded only
-            their results. ``amplifies``: the call magnifies rounding errors. ``rounding``: most of the error is the
-            call's own rounding. ``passes``: most of the error comes from the inputs. ``exact``: no difference.
-            ``unseen``: nothing could be compared.
-        error: Error of the call's results: its outputs; in backward, the gradients of its inputs and parameters.
-        incoming: Error of what the call receives: its inputs; in backward, the gradients of its outputs.
-        own: Error of the results when the call gets the inputs of the first plan's pass.
-        expected: The own error that rounding to the format explains.
-        where: The tensor that ``own`` and ``expected`` refer to. If it says "largest element of", both are
+        effect: What the call does to the error, as one of these words. ``born``: the call makes an error that
+            rounding to its format does not explain. ``kernel``: the call makes such an error, but would make none if
+            torch's kernels for layers, such as layer norm, rounded only their results. ``amplifies``: the call
+            magnifies rounding errors. ``rounding``: most of the error is the call's own rounding. ``passes``: most of
+            the error comes from the inputs. ``exact``: there is no difference. ``unseen``: nothing could be compared.
+        error: The error of the call's results. In forward, these are its outputs. In backward, these are the
+            gradients of its inputs and parameters.
+        incoming: The error of the tensors that the call receives. In forward, these are its inputs. In backward,
+            these are the gradients of its outputs.
+        own: The error that the call itself makes. It is measured on the inputs that the reference plan's pass gave to
+            the call.
+        expected: The part of ``own`` that rounding to the call's format explains.
+        where: The tensor that ``own`` and ``expected`` refer to. If the text says "largest element of", both are
             ``max |b - a| / max |a|``, which shows an error in few elements.
-        rank: The rank with the worst result, if there are several; None for one process.
+        rank: The rank with the worst result, if several processes took part. None for one process.
     """
 
     effect: Effect
@@ -53,7 +59,10 @@ class Side:
 
     @property
     def excess(self) -> float:
-        """The error that the call itself makes, divided by the error that rounding explains; 0 if either is missing or 0."""
+        """The error that the call itself makes, divided by the error that rounding explains.
+
+        It is 0 if either error is missing or 0.
+        """
         return self.own / self.expected if self.own and self.expected else 0.0
 
 
@@ -62,10 +71,12 @@ class CallComparison:
     """The comparison of one call of one module under two plans.
 
     Attributes:
-        path: Path of the module; empty for the model, ``(loss)`` for the code of the loss.
-        call: Number of the call of this module, from 0.
-        kind: The module's class.
+        path: The path of the module. It is empty for the model itself, and ``(loss)`` for the code of the loss.
+        call: The number of this call among the calls of the same module, from 0.
+        kind: The name of the module's class.
         format: The format in which the second plan computes the module.
+        forward: The error of the forward pass.
+        backward: The error of the backward pass.
     """
 
     path: str
@@ -77,36 +88,44 @@ class CallComparison:
 
     @property
     def born(self) -> bool:
-        """Whether the call makes an error in either direction that rounding to its format does not explain."""
+        """Whether the call makes an error, forward or backward, that rounding to its format does not explain."""
         return "born" in (self.forward.effect, self.backward.effect)
 
     @property
     def in_kernels(self) -> bool:
-        """Whether the call has errors that rounding to its format does not explain, but rounding inside torch's kernels does."""
+        """Whether the call makes large errors only because of rounding inside torch's kernels.
+
+        Rounding of the call's results to their format does not explain these errors.
+        """
         return not self.born and "kernel" in (self.forward.effect, self.backward.effect)
 
     @property
     def excess(self) -> float:
-        """The larger :attr:`Side.excess` of forward and backward, the call's own error divided by what rounding explains."""
+        """The error that the call itself makes, divided by the error that rounding explains.
+
+        It is the larger :attr:`Side.excess` of forward and backward.
+        """
         return max(self.forward.excess, self.backward.excess)
 
     @property
     def own(self) -> float:
-        """The error that the call itself makes, the larger of forward and backward."""
+        """The relative error that the call itself makes, the larger of forward and backward."""
         return max(self.forward.own or 0.0, self.backward.own or 0.0)
 
 
 @dataclass(frozen=True)
 class TriedExemption:
-    """The errors that remain when the second plan runs with one module in the first plan's format.
+    """The errors that remain when the second plan runs with one module in the reference plan's format.
+
+    :func:`castwise.compare` tries this for the modules that make the largest errors.
 
     Attributes:
-        path: Path of the module.
-        plan: The plan tried.
-        loss_error: Relative difference of the loss.
-        output_error: Relative error of the model's outputs.
-        gradient_error: Relative error of all gradients together.
-        reason: Why the plan could not be tried; else empty.
+        path: The path of the module.
+        plan: The changed second plan that was tried, as text.
+        loss_error: The relative difference of the loss from the loss under the reference plan.
+        output_error: The relative error of the model's outputs.
+        gradient_error: The relative error of all parameter gradients together.
+        reason: Why the changed plan could not be tried. Empty if it was tried.
     """
 
     path: str
@@ -119,26 +138,34 @@ class TriedExemption:
 
 @dataclass(frozen=True)
 class Comparison(Result):
-    """The result of :func:`castwise.compare`.
+    """The result of :func:`castwise.compare`: which module calls make errors under a second plan.
+
+    A plan decides in which formats a model computes and stores its weights. :func:`castwise.compare` runs two plans
+    on one batch, and takes the first plan as the reference. All errors are relative: the norm of the difference from
+    the reference, divided by the norm of the reference.
 
     Attributes:
-        workload: The model's class.
+        workload: The name of the model's class.
         plan_a: The reference plan.
-        plan_b: The plan compared with it.
-        losses: The losses under the first and the second plan.
-        output_error: Relative error of the model's outputs; None if no output can be compared.
-        gradient_error: Relative error of all parameter gradients together; None if nothing is trained.
-        calls: All calls, in the order in which they started; the loss first.
-        tried: Modules with the worst errors, each computed in the first plan's format.
-        parameters: Relative error of each gradient, by parameter path.
-        loss_scale: Loss scale of the second plan's gradients; None without one.
-        strayed: Random draws that could not be repeated.
+        plan_b: The plan that is compared with the reference plan.
+        losses: The two losses, under ``plan_a`` and under ``plan_b``.
+        output_error: The relative error of the model's outputs. None if no output can be compared.
+        gradient_error: The relative error of all parameter gradients together. None if no parameter is trained.
+        calls: One :class:`~castwise.inspection.comparison.CallComparison` for each call of a module. The loss comes
+            first, then all calls in the order in which they started.
+        tried: For each of the modules with the worst errors, the errors that remain if ``plan_b`` computes it in the
+            format of ``plan_a``.
+        parameters: The relative error of each parameter's gradient, by the parameter's path.
+        loss_scale: The loss scale of the gradients under ``plan_b``. None if that plan has no loss scale.
+        strayed: The number of random draws, such as dropout masks, that could not be repeated under the second plan.
         notes: What could not be observed, in sentences.
-        passes: Number of forward/backward passes.
-        environment: Device and versions of the first rank.
-        ranks: Number of processes. Each figure is the worst rank's; ``strayed`` and ``passes`` are sums.
-        choices: Operators whose integer or boolean results differ under the second plan although all earlier such
-            results are replaced by the first plan's; wrong results first.
+        passes: The number of forward and backward passes that were run.
+        environment: The device and the versions of the first rank.
+        ranks: The number of processes. With several, each figure is the worst rank's, but ``strayed`` and ``passes``
+            are sums.
+        choices: The operators with integer or boolean results, such as ``argmax``, whose results differ under
+            ``plan_b``. Each is judged alone: all earlier integer or boolean results are replaced by those of
+            ``plan_a``. Differences that rounding does not explain come first.
     """
 
     kind: ClassVar[str] = "compare"
@@ -161,20 +188,27 @@ class Comparison(Result):
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
-        """The calls that make a larger error than rounding to their format explains, ordered by how many times larger it is."""
+        """The module calls that make a larger error than rounding to their format explains.
+
+        They are ordered by the error divided by the error that rounding explains, the largest first.
+        """
         return tuple(sorted((c for c in self.calls if c.born), key=lambda c: -c.excess))
 
     @property
     def in_kernels(self) -> tuple[CallComparison, ...]:
-        """The calls that make a large error because of rounding inside torch's kernels, ordered by size.
+        """The module calls that make a large error only because of rounding inside torch's kernels.
 
-        The size is the error divided by the error that rounding to the call's format explains.
+        They are ordered by the error divided by the error that rounding to the call's format explains, the largest
+        first.
         """
         return tuple(sorted((c for c in self.calls if c.in_kernels), key=lambda c: -c.excess))
 
     @property
     def loss_error(self) -> float | None:
-        """The relative difference of the two plans' losses; None if it is undefined."""
+        """The difference of the two losses, divided by the loss under the reference plan.
+
+        None if it is undefined, because the reference loss is 0 or a loss is not finite.
+        """
         return relative(*self.losses)
 
     def _fields(self) -> dict[str, Any]:
@@ -199,16 +233,19 @@ class Comparison(Result):
         """Return the answer and the calls with the largest errors, as text and tables for ``rich.print``.
 
         Args:
-            verbose: List also the calls whose errors come from rounding inside torch's own kernels.
+            verbose: Whether to list also the calls whose errors come from rounding inside torch's own kernels.
         """
         return super().table(verbose=verbose)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``compare.json`` and the page ``compare.html`` with its plots into a folder; create the folder if needed.
+        """Write ``compare.json`` and ``compare.html``, a page with plots, into a folder.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
 
         Returns:
-            The page's path; if matplotlib or Jinja is missing, no page is written, and the JSON file's path is
-            returned.
+            The path of the page. If matplotlib or Jinja is not installed, a warning is given, no page is written, and
+            the path of the JSON file is returned.
         """
         return self._save(Path(folder) / "compare.html", Path(folder) / "compare.json")[0]
 

@@ -28,13 +28,13 @@ _CALLED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class TriedCure:
-    """A plan that was run to test whether loss, gradients and buffers are finite under it.
+    """A plan that was run as a possible cure for non-finite values.
 
     Attributes:
         what: The difference from the original plan, as text.
-        plan: The complete plan.
-        finite: Whether loss, gradients and buffers were finite under it.
-        error: Why it could not run; empty if it ran.
+        plan: The complete changed plan.
+        finite: Whether the loss, all gradients and all buffers were finite under this plan.
+        error: Why the plan could not run. Empty if it ran.
     """
 
     what: str

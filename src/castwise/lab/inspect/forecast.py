@@ -52,35 +52,45 @@ def forecast(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Forecast:
-    """Forecast what low formats would do to a model's numbers, from a run in fp32.
+    """Forecast from a run in fp32 what low-precision formats would do to a model's numbers.
 
-    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when the function returns or
-    fails. Compiled models run uncompiled.
+    Use this before training in a lower precision, also for formats that the device lacks. For each module and format,
+    the function counts how many values would overflow, become 0 or lose digits. A plan decides which tensors would be
+    cast.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own
-    batches. All ranks get one forecast over all batches; gradients are those of a rank's own batch, before averaging.
+    The function runs copies. The model, the random generators and process-wide settings are unchanged when it returns
+    or fails. Compiled models run uncompiled.
+
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks must call this function together.
+    Each rank passes its own batches. All ranks get one forecast over all batches. The gradients in it are those of a
+    rank's own batch, before they are averaged.
 
     Args:
-        model: The model, in any training state; its training and evaluation modes are kept. Tensors stored in bf16 or
-            fp16 are widened. A sharded model is copied whole on every rank.
-        loss: ``loss(model, batch)`` -> scalar tensor, fp32.
-        batches: A sequence, a re-iterable, or ``batches(seed)`` -> iterator.
-        formats: Any of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. fp8 tensors each have their own scale, fp16
+        model: The model, in any training state. Its training and evaluation modes are kept. Tensors stored in bf16 or
+            fp16 are converted to fp32. A sharded model is copied whole on every rank.
+        loss: A function ``loss(model, batch)`` that returns a scalar tensor in fp32.
+        batches: A sequence of batches, an iterable that can be iterated again, or a function ``batches(seed)`` that
+            returns an iterator.
+        formats: Any of ``fp16``, ``bf16``, ``fp8_e4m3`` and ``fp8_e5m2``. Each fp8 tensor has its own scale. All fp16
             gradients share one loss scale.
-        optimizer: ``optimizer(params)`` -> Optimizer; it makes a few steps on a copy, to get the updates.
-        plan: The plan whose casts are assumed, whatever its format; it must compute low. ``bf16-mixed+rules=cuda`` shows on a CPU what
-            autocasting casts on a GPU; ``bf16-true`` keeps nothing in fp32.
-        microbatches: Number of microbatches that each rank runs.
-        device: By default the device of the model's parameters.
-        seed: Seed of random draws and, if batches are a function, of the batches.
+        optimizer: A function ``optimizer(params)`` that returns an optimizer. It makes a few steps on a copy, so that
+            the updates can be observed. Without it, updates are not forecast.
+        plan: The plan that decides which tensors are cast, whatever its format. It must compute in bf16 or fp16.
+            ``bf16-mixed+rules=cuda`` shows on a CPU what autocasting casts on a GPU. ``bf16-true`` keeps nothing in
+            fp32.
+        microbatches: The number of microbatches that each rank runs.
+        device: The device of the run. By default it is the device of the model's parameters.
+        seed: The seed of random draws. If ``batches`` is a function, it is called with this seed too.
 
     Returns:
-        The forecast: ``.answer``, ``.recommendation``, ``.scales``, ``.regions``, ``.table()``, ``.save(folder)``.
+        The forecast. Its main parts are ``.answer``, ``.recommendation``, ``.scales``, ``.regions``, ``.table()`` and
+        ``.save(folder)``.
 
     Raises:
-        WorkloadError: A loss that is not differentiable, batches or an optimizer that cannot be used, or a model not in fp32.
-        NonFiniteError: fp32 itself gives a loss or gradients that are not finite.
-        PlanError: A format that cannot be forecast, a plan that computes in fp32, or numbers out of their range.
+        WorkloadError: The loss is not differentiable, the batches or the optimizer cannot be used, or the model is
+            not in fp32.
+        NonFiniteError: The loss or a gradient is not finite in fp32 itself.
+        PlanError: A format cannot be forecast, the plan computes in fp32, or a number is out of its range.
         DeviceError: The device cannot run the plan.
     """
 

@@ -21,19 +21,21 @@ from castwise.lab.timing.environment import Environment
 
 @dataclass(frozen=True)
 class TensorForecast:
-    """What formats would do to all tensors of one kind in one region.
+    """The effect of casting all tensors of one kind in one module to each requested format.
 
     Attributes:
-        kind: ``weights``; ``activations``: the results of functions in forward; ``gradients``: the gradients of these results;
-            ``weight gradients``; ``updates``: the nonzero elements of the optimizer's updates.
+        kind: The kind of tensor. ``activations`` are the results of functions in the forward pass, and ``gradients``
+            are the gradients of these results. ``updates`` are the nonzero elements of the optimizer's updates. The
+            other kinds are ``weights`` and ``weight gradients``.
         kept: Whether the plan keeps these tensors in fp32.
-        count: Number of values; a complex value counts twice.
-        not_finite: Number of values that are infinite or NaN already in fp32, as in a mask. They are excluded from all other
-            figures.
-        largest: Largest magnitude.
-        histogram: Magnitudes by powers of two; of large tensors, of a sample.
-        casts: Per format the unscaled cast, and the scaled cast if training would scale. For ``updates``, in formats that weights
-            can be stored in: ``flush`` is the share of the update that rounding loses.
+        count: The number of values. A complex value counts twice.
+        not_finite: The number of values that are infinite or NaN already in fp32, such as those of a mask. They are
+            excluded from all other figures.
+        largest: The largest magnitude.
+        histogram: The magnitudes, counted by powers of two. For a large tensor, a sample of the values is counted.
+        casts: For each format, the effect of an unscaled cast. If training would multiply these tensors by a scale,
+            the effect of a scaled cast follows. For ``updates``, the formats are those in which weights can be
+            stored, and ``flush`` is the share of the update that rounding loses.
     """
 
     kind: Kind
@@ -45,9 +47,15 @@ class TensorForecast:
     casts: tuple[Cast, ...]
 
     def cast(self, format: str, scaled: bool = True) -> Cast | None:
-        """Return the effect of casting to a format; None if the format was not requested.
+        """Return the effect of casting these tensors to a format.
 
-        With ``scaled``, it is the cast with a scale, if training would scale these tensors; otherwise the cast without one.
+        Args:
+            format: The name of the format.
+            scaled: Whether to return the effect of the scaled cast. If there is only one cast for the format, it is
+                returned in either case.
+
+        Returns:
+            The effect, or None if the format was not requested.
         """
         found = [cast for cast in self.casts if cast.format == format]
         return next(
@@ -57,20 +65,24 @@ class TensorForecast:
 
 @dataclass(frozen=True)
 class RegionForecast:
-    """What formats would do to one module's own tensors, without those of its submodules.
+    """What low-precision formats would do to the tensors of one module, without those of its submodules.
 
     Attributes:
-        path: Path of the module, empty for the model itself.
-        module: The module's class.
-        tensors: One entry per kind of tensor. Tensors that the plan keeps in fp32 are separate entries.
-        scales: Loss scales at which the module's gradients neither overflow nor underflow in fp16; None if it has no gradients.
-        poles: For each format, the division, root or logarithm of which the largest share of inputs becomes 0, and that share.
-        troubles: For each format in which numbers that the plan casts overflow or underflow, a reason; other formats are absent.
-        stored: As ``troubles``, if everything, parameters included, is stored in the format, without master weights or loss
-            scale.
-        computed: Low formats in which the plan computes this region; empty if the plan keeps everything in fp32.
-        trouble: Why numbers overflow or underflow in one of the formats of ``computed``; empty if they do not, or if none of
-            these formats was requested.
+        path: The path of the module. It is empty for the model itself.
+        module: The name of the module's class.
+        tensors: One entry for each kind of tensor. Tensors that the plan keeps in fp32 have entries of their own.
+        scales: The loss scales at which the module's gradients neither overflow nor underflow in fp16. None if the
+            module has no gradients.
+        poles: For each format, the division, root or logarithm whose inputs most often become 0, and the share of its
+            inputs that do.
+        troubles: For each format in which values that the plan casts overflow or underflow, the reason as text.
+            Formats without such trouble are absent.
+        stored: The same as ``troubles`` for another case: the format stores everything, parameters included, without
+            fp32 master weights or a loss scale.
+        computed: The formats below fp32 in which the plan computes this module. Empty if the plan keeps everything in
+            fp32.
+        trouble: Why values overflow or underflow in one of the formats of ``computed``. Empty if they do not, or if
+            none of these formats was requested.
     """
 
     path: str
@@ -84,20 +96,25 @@ class RegionForecast:
     trouble: str = ""
 
     def tensor(self, kind: Kind, kept: bool = False) -> TensorForecast | None:
-        """Return the forecast of one kind of tensor; None if the region has no such tensors.
+        """Return the forecast of one kind of tensor.
 
-        ``kept`` selects the tensors that the plan keeps in fp32.
+        Args:
+            kind: The kind of tensor, such as ``weights`` or ``gradients``.
+            kept: Whether to return the tensors that the plan keeps in fp32, instead of those that it casts.
+
+        Returns:
+            The forecast, or None if the module has no such tensors.
         """
         return next((t for t in self.tensors if t.kind == kind and t.kept is kept), None)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Where overflows in one format spread to, observed in a run of the plan with that format.
+    """Where overflows in one format spread to, as observed in a run of the plan with that format.
 
     Attributes:
-        sources: Regions whose own activations overflow.
-        reached: Other regions whose results become non-finite.
+        sources: The paths of the modules whose activations overflow.
+        reached: The paths of the other modules whose results become non-finite.
         gradients: Whether parameter gradients become non-finite too, so that the step is lost.
     """
 
@@ -113,25 +130,31 @@ class Spread:
 
 @dataclass(frozen=True)
 class Forecast(Result):
-    """What formats would do to a model's numbers.
+    """The result of :func:`castwise.forecast`: what low-precision formats would do to a model's numbers.
+
+    It says for each module and each format how many values would overflow, underflow or lose digits. A plan decides
+    which tensors are cast. Here a region is a module that computes something, with its own tensors but without those
+    of its submodules.
 
     Attributes:
-        model: The model's class.
-        plan: The plan whose casts are assumed.
+        model: The name of the model's class.
+        plan: The plan that decides which tensors are cast.
         formats: The formats that the forecast covers.
         answer: The result in a few sentences.
-        plan_answer: What the plan's own formats do per region, in a sentence; empty if they were not asked for.
-        recommendation: The plan line of the low format that holds most regions, with the others in fp32; None if neither ``bf16``
-            nor ``fp16`` was asked for or holds the model itself.
-        regions: The regions that compute something, in model order.
-        scales: Loss scales at which fp16 holds all gradients; None without fp16 or gradients.
-        loss_scale: Loss scale at which gradients were cast to fp16; 1 without one.
-        microbatches: Number of microbatches that were run, on all ranks together.
-        passes: Number of forward/backward passes, on all ranks together.
-        spreads: Per format in which activations overflow, where the overflows spread to.
-        notes: Further remarks, a sentence each.
-        environment: Device and versions of the first rank.
-        ranks: Number of processes whose batches were used.
+        plan_answer: What the plan's own formats do in each region, in a sentence. Empty if these formats were not
+            requested.
+        recommendation: A plan, in its one-line text form. It uses ``bf16`` or ``fp16``, whichever can represent more
+            regions, and keeps the other regions in fp32. None if neither format was requested, or if neither can
+            represent the model itself.
+        regions: The forecast of each region, in model order.
+        scales: The loss scales at which fp16 can represent all gradients. None without fp16 or without gradients.
+        loss_scale: The loss scale at which gradients were cast to fp16. It is 1 without a loss scale.
+        microbatches: The number of microbatches that were run, on all ranks together.
+        passes: The number of forward and backward passes, on all ranks together.
+        spreads: For each format in which activations overflow, the modules that the overflows spread to.
+        notes: Further remarks, each a sentence.
+        environment: The device and the versions of the first rank.
+        ranks: The number of processes whose batches were used.
     """
 
     kind: ClassVar[str] = "forecast"
@@ -152,7 +175,10 @@ class Forecast(Result):
     ranks: int = 1
 
     def region(self, path: str) -> RegionForecast:
-        """Return the region of a module path.
+        """Return the forecast of the module with a path.
+
+        Args:
+            path: The path of the module. An empty text stands for the model itself.
 
         Raises:
             PlanError: No module with this path computed anything.
@@ -174,13 +200,14 @@ class Forecast(Result):
                 "ranges": {name: _ends(FORMATS[name]) for name in self.formats}}  # fmt: skip
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``forecast.json`` and the page ``forecast.html``.
+        """Write ``forecast.json`` and ``forecast.html``, a page for a browser, into a folder.
 
         Args:
-            folder: Created if it does not exist.
+            folder: The output folder, which is created if it does not exist.
 
         Returns:
-            The page's path; if Jinja is missing, a warning is given, and the JSON file's path is returned.
+            The path of the page. If Jinja is not installed, a warning is given, no page is written, and the path of
+            the JSON file is returned.
         """
         return self._save(Path(folder) / "forecast.html", Path(folder) / "forecast.json")[0]
 

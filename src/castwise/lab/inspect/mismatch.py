@@ -42,19 +42,25 @@ Logits = Callable[[nn.Module, Any], tuple[Tensor, Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Mismatch(Result):
-    """The result of :func:`castwise.mismatch`.
+    """The result of :func:`castwise.mismatch`: how far token probabilities in serving differ from those in training.
+
+    In reinforcement learning, one program samples tokens from a language model (serving) and another trains it. If
+    their number formats differ, the same token gets two different probabilities. The importance ratio r of a token is
+    its probability in training divided by its probability in serving.
 
     Attributes:
-        workload: The model's class.
-        plan_train: The training plan.
-        serve: Each serving plan, in the order given.
-        tokens: ``given``: the tokens of the batches; ``sampled``: drawn from the serving plan's probabilities at each
-            position.
-        count: Number of tokens compared.
-        sequences: Number of sequences.
-        clip: The range of the importance ratio r that is not clipped.
-        environment: Device and versions of the first rank.
-        ranks: Number of processes whose batches were used.
+        workload: The name of the model's class.
+        plan_train: The plan for training, which decides the formats in which the model computes and stores its
+            weights.
+        serve: The differences of each serving plan from the training plan, in the order in which the plans were
+            given.
+        tokens: The tokens whose probabilities are compared. ``given``: the tokens of the batches. ``sampled``: tokens
+            drawn at each position from the serving plan's probabilities.
+        count: The number of tokens compared.
+        sequences: The number of sequences compared.
+        clip: The range of r that is not clipped, as its two ends.
+        environment: The device and the versions of the first rank.
+        ranks: The number of processes whose batches were used.
     """
 
     kind: ClassVar[str] = "mismatch"
@@ -83,11 +89,14 @@ class Mismatch(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``mismatch.json`` and the page ``mismatch.html`` with its plots into a folder; create the folder if needed.
+        """Write ``mismatch.json`` and ``mismatch.html``, a page with plots, into a folder.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
 
         Returns:
-            The page's path; if matplotlib or Jinja is missing, no page is written, and the JSON file's path is
-            returned.
+            The path of the page. If matplotlib or Jinja is not installed, a warning is given, no page is written, and
+            the path of the JSON file is returned.
         """
         return self._save(Path(folder) / "mismatch.html", Path(folder) / "mismatch.json")[0]
 
@@ -104,36 +113,45 @@ def mismatch(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Mismatch:
-    """Compare a model's log-probabilities per token between training and serving plans, and compute importance ratios.
+    """Compare the probabilities that a language model gives to tokens in training and in serving.
 
-    Copies of the model run under all plans, in evaluation mode and without gradients. The model, random numbers and process-wide
-    settings are unchanged when the function returns, fails or is interrupted. The function waits for the device, and holds one
-    batch's logits twice in fp32.
+    Use this before reinforcement learning, where one program samples tokens and another trains on them. A plan
+    decides the formats in which the model computes and stores its weights. The function computes the log-probability
+    of each token under the training plan and under each serving plan. From these follow the importance ratios r =
+    p_train / p_serve and their statistics.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own batches.
-    All ranks get the result that one process would get on all batches.
+    The function runs copies of the model under all plans, in evaluation mode and without gradients. The model, the
+    random generators and process-wide settings are unchanged when the function returns, fails or is interrupted. It
+    waits for the device. It holds the logits of one batch twice in fp32.
+
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks must call this function together.
+    Each rank passes its own batches. All ranks get the result that one process would get on all batches.
 
     Args:
-        model: A causal language model that returns logits ``[batch, length, vocabulary]``, or an object with ``.logits`` as in Hugging
-            Face. A sharded model is copied whole on every rank.
-        batches: A finite number of batches. Each is token ids ``[batch, length]``, or a mapping with ``input_ids`` and optionally
-            ``attention_mask`` (0 for padding), or what ``logits`` accepts.
+        model: A causal language model. It returns logits of shape ``[batch, length, vocabulary]``, or an object with
+            such ``.logits``, as in Hugging Face. A sharded model is copied whole on every rank.
+        batches: A finite number of batches. Each batch is a tensor of token ids ``[batch, length]``. It can also be a
+            mapping with ``input_ids`` and optionally ``attention_mask``, which is 0 for padding. With ``logits``, it
+            is whatever that function accepts.
         plan_train: The plan that the model is trained under.
         plan_serve: The plan that the model is served under, or several plans to compare.
-        logits: For other models: ``logits(model, batch)`` -> logits ``[batch, length, vocabulary]``, the tokens ``[batch, length]``
-            predicted at each position, and a mask ``[batch, length]`` of tokens that count, or None for all.
-        tokens: ``given``: the tokens of the batches; k1 and k3 are unbiased only if the serving side sampled them (rollouts).
-            ``sampled``: one token per position, drawn from the serving plan's probabilities in the given context.
-        clip: Range of r = p_train / p_serve that is not clipped, ``(1 - eps, 1 + eps)`` in PPO.
-        device: By default the device of the model's parameters.
-        seed: Seed of the drawn tokens.
+        logits: For other models, a function ``logits(model, batch)`` that returns three values. They are the logits
+            ``[batch, length, vocabulary]``, the tokens ``[batch, length]`` predicted at each position, and a mask
+            ``[batch, length]`` of the tokens that count. The mask may be None if all tokens count.
+        tokens: Which tokens are compared. ``given``: the tokens of the batches. The estimates k1 and k3 are then
+            unbiased only if the serving side sampled these tokens (rollouts). ``sampled``: one token per position,
+            drawn from the serving plan's probabilities in the context of the batch.
+        clip: The two ends of the range of r that is not clipped. In PPO this is ``(1 - eps, 1 + eps)``.
+        device: The device of the run. By default it is the device of the model's parameters.
+        seed: The seed of the sampled tokens.
 
     Returns:
-        The result: ``.serve`` with one row per plan, ``.table()``, ``.save(folder)``.
+        The result. Its ``.serve`` has one entry for each serving plan. It also has ``.table()`` and
+        ``.save(folder)``.
 
     Raises:
-        WorkloadError: No batch, no tokens, or logits of another shape.
-        PlanError: A plan that does not fit the model, or an invalid clip range or ``tokens``.
+        WorkloadError: There is no batch or no token, or the logits have another shape.
+        PlanError: A plan does not fit the model, or ``clip`` or ``tokens`` is invalid.
         DeviceError: The device cannot run a plan.
     """
 

@@ -43,41 +43,54 @@ MOST_SUSPECTS = 8
 
 @dataclass(frozen=True)
 class FirstNonfinite(Result):
-    """The first operator that returned a non-finite value, with its cause and cures; true if there is one.
+    """The result of :func:`castwise.first_nonfinite`: the first operator that returned NaN or an infinity.
+
+    It also has the cause, and plans that were tried as cures. The result is true in an ``if`` statement when the
+    loss, a gradient or a buffer was not finite, and false when all were finite.
 
     Attributes:
         plan: The plan that the model ran under.
-        reached: What is not finite: ``loss``, ``gradient of PATH``, ``buffer PATH``; empty if all is finite.
-        origin: Where it comes from: an ``operator``; ``data``, a ``parameter`` or a ``buffer`` that was non-finite before; a ``constant``
-            of the program; uninitialised ``memory``; ``unseen`` code; empty if all is finite.
-        name: Name of the data, the parameter or the buffer.
-        operator: Base name of the ATen operator, such as ``exp``; if the origin is no operator, the first operator that read the value.
-        module: Path of the module that called it; "" is the model itself, or the loss.
-        in_model: Whether the operator ran in the model rather than in the loss function around it.
-        call: Number of the module's call, from 0.
+        reached: Everything that is not finite, as ``loss``, ``gradient of PATH`` or ``buffer PATH``. Empty if all is
+            finite.
+        origin: The kind of place where the first non-finite value arose. ``operator``: an operator with finite
+            inputs. ``data``, ``parameter`` or ``buffer``: it was not finite before the run. ``constant``: a constant
+            of the program. ``memory``: uninitialised memory. ``unseen``: code that could not be observed. Empty if
+            all is finite.
+        name: The name of the data, parameter or buffer that was not finite before.
+        operator: The base name of the ATen operator, such as ``exp``. If the origin is no operator, this is the first
+            operator that read the non-finite value.
+        module: The path of the module that called the operator. It is empty for the model itself and for the loss.
+        in_model: Whether the operator ran in the model. Otherwise it ran in the loss function around the model.
+        call: The number of the module's call in which the operator ran, from 0.
         phase: ``forward``, ``backward``, or ``recomputation`` of checkpointed activations.
-        source: Line of code, as ``model.py, line 12, in forward``; in backward, the forward operator's line.
-        code: The text of that line.
-        node: In backward, the autograd node, as ``LogBackward0``.
-        forward: In backward, the forward operator.
-        nan: Whether the operator returned NaN; otherwise it returned infinities.
-        cause: Kind of cause: a key of ``castwise.lab.inspect.causes.ADVICE``, or ``loss scale`` or ``underflow``.
-        why: The cause as a clause, with numbers.
-        inputs: Inputs of the operator.
-        outputs: Results of the operator.
-        became_nan: Where infinities became NaN, as ``_softmax in blocks.0.attn``; empty if they did not.
-        through: Modules that the non-finite values passed through, in order.
-        confirmed: Whether replacing its results with finite values made the pass finite.
-        others: Other operators whose non-finite results independently reach the loss or a gradient, as ``exp in blocks.3``.
-        trials: Plans that were run as cures.
-        advice: What to do if no plan cures it.
-        loss: Value of the loss, as text.
-        loss_scale: Loss scale of the gradients, 1 without one.
-        operators: Number of operators that ran.
-        harmless: Number of operators whose non-finite results vanished again.
-        workload: The model's class.
+        source: The place in the code, such as ``model.py, line 12, in forward``. In backward it is the place of the
+            forward operator.
+        code: The text of that line of code.
+        node: In backward, the autograd node, such as ``LogBackward0``.
+        forward: In backward, the operator of the forward pass to which the node belongs.
+        nan: Whether the operator returned NaN. If not, it returned infinities.
+        cause: The kind of cause. It is a key of ``castwise.lab.inspect.causes.ADVICE``, or ``loss scale``, or
+            ``underflow``.
+        why: The cause as part of a sentence, with numbers.
+        inputs: Statistics of the operator's inputs.
+        outputs: Statistics of the operator's results.
+        became_nan: The operator in which infinities became NaN, such as ``_softmax in blocks.0.attn``. Empty if they
+            did not.
+        through: The paths of the modules that the non-finite values passed through, in order.
+        confirmed: Whether the pass became finite when the operator's non-finite results were replaced with finite
+            values.
+        others: Other operators whose non-finite results reach the loss or a gradient independently, such as ``exp in
+            blocks.3``.
+        trials: The plans that were run as possible cures.
+        advice: What to do if no plan is a cure.
+        loss: The value of the loss, as text.
+        loss_scale: The loss scale of the gradients. It is 1 under a plan without a loss scale.
+        operators: The number of operators that ran.
+        harmless: The number of operators whose non-finite results vanished again, such as those of a mask.
+        workload: The name of the model's class.
         device: The device of the run.
-        ranks: Ranks with a non-finite value, if there are several processes; the result is the first such rank's.
+        ranks: The ranks that have a non-finite value, if there are several processes. The result is that of the first
+            such rank.
         note: A further remark, in a sentence.
     """
 
@@ -121,14 +134,17 @@ class FirstNonfinite(Result):
 
     @property
     def cure(self) -> Plan | None:
-        """The plan with the smallest change under which loss, gradients and buffers were finite; None if there is none."""
+        """The plan with the smallest change under which the loss, all gradients and all buffers were finite.
+
+        None if no plan that was tried made them finite.
+        """
         good = [cure for cure in self.trials if cure.finite]
         narrow = [cure for cure in good if cure.what not in ("fp32", "fp64")]
         return next((cure.plan for cure in (*narrow, *good)), None)
 
     @property
     def answer(self) -> str:
-        """The result, in one or two sentences."""
+        """The result in one or two sentences."""
         from castwise.report.nonfinite import headline
 
         return headline(self._said())
@@ -153,10 +169,14 @@ class FirstNonfinite(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``nonfinite.json`` and the page ``nonfinite.html`` into a folder; create the folder if needed.
+        """Write ``nonfinite.json`` and ``nonfinite.html``, a page for a browser, into a folder.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
 
         Returns:
-            The page's path; if Jinja is missing, a warning is given, and the JSON file's path is returned.
+            The path of the page. If Jinja is not installed, a warning is given, no page is written, and the path of
+            the JSON file is returned.
         """
         return self._save(Path(folder) / "nonfinite.html", Path(folder) / "nonfinite.json")[0]
 
@@ -209,33 +229,37 @@ def first_nonfinite(
     cures: bool = True,
     group: Any = None,
 ) -> FirstNonfinite:
-    """Find the first operator, forward or backward, that turned finite inputs into a non-finite output.
+    """Find the first operator, forward or backward, that turned finite inputs into NaN or an infinity.
 
-    Only values that reach the loss, a parameter's gradient or a buffer count. Forward and backward run several times on copies: the
-    model, random numbers and process-wide settings are unchanged when the function returns or raises. It waits for the device at
-    every operator.
+    Use this when a loss or a gradient is NaN or infinite. The function also finds the cause, and by default tries
+    plans that may be a cure. A plan decides the formats in which a model computes and stores its weights. An operator
+    counts only if its non-finite values reach the loss, a parameter's gradient or a buffer.
+
+    Forward and backward run several times, on copies. The model, the random generators and process-wide settings are
+    unchanged when the function returns or raises. It waits for the device at every operator.
 
     Args:
-        model: The model, in any training state, also compiled or in DistributedDataParallel. A sharded model is
+        model: The model, in any training state. It may be compiled or in DistributedDataParallel. A sharded model is
             copied whole on every rank.
-        loss: ``loss(model, batch)`` -> floating tensor with one element.
+        loss: A function ``loss(model, batch)`` that returns a floating tensor with one element.
         batch: The batch, on any device.
         plan: The plan that the model runs under.
-        device: By default the device of the model's parameters.
-        seed: Seed of random draws; by default the generators continue from their present state.
-        loss_scale: Replaces the plan's initial loss scale.
-        cures: Whether to try plans that may make the pass finite: a smaller loss scale, one operator or region in
-            fp32, bf16 instead of fp16.
-        group: The process group whose ranks call this together, each with its own batch; by default that of a model in
-            DistributedDataParallel or sharded by FSDP2, and otherwise this process alone. Ranks run independently, and all return the
-            result of the first rank that has a non-finite value.
+        device: The device of the run. By default it is the device of the model's parameters.
+        seed: The seed of random draws. By default the generators continue from their present state.
+        loss_scale: A loss scale that replaces the plan's initial loss scale.
+        cures: Whether to try plans that may make the pass finite. These have a smaller loss scale, one operator or
+            module in fp32, or bf16 instead of fp16.
+        group: The process group whose ranks call this function together, each with its own batch. By default it is
+            the group of a model in DistributedDataParallel or sharded by FSDP2. Otherwise this process runs alone.
+            The ranks run independently, and all return the result of the first rank that has a non-finite value.
 
     Returns:
-        The result: ``.operator``, ``.module``, ``.source``, ``.cause``, ``.cure``, ``.table()``; true if there is a non-finite value.
+        The result, which is true in an ``if`` statement when there is a non-finite value. Its main parts are
+        ``.operator``, ``.module``, ``.source``, ``.cause``, ``.cure`` and ``.table()``.
 
     Raises:
-        WorkloadError: A model that cannot be copied, or a loss that fails or is not differentiable.
-        PlanError: A plan that does not fit the model, or a loss scale for a plan without one.
+        WorkloadError: The model cannot be copied, or the loss fails or is not differentiable.
+        PlanError: The plan does not fit the model, or ``loss_scale`` is given for a plan without one.
         DeviceError: The device cannot run the plan.
     """
 

@@ -41,15 +41,16 @@ _CASTS = frozenset({"_to_copy", "copy_", "_foreach_copy_"})
 
 @dataclass(frozen=True)
 class OperatorUse:
-    """The calls of one operator in one format and phase.
+    """All calls of one operator in one format and one phase of a training step.
 
     Attributes:
-        operator: ATen's base name.
-        format: Format of the operator's floating inputs, or of its output if no input is floating: ``fp32``; ``bf16+fp32`` for
-            mixed inputs; ``other`` if nothing is floating.
-        phase: ``forward``, ``backward`` or ``recomputation``.
-        calls: Number per pass.
-        time_s: Total seconds, including the dispatcher's work below autograd.
+        operator: The base name of the ATen operator.
+        format: The format of the operator's floating inputs, such as ``fp32``. Mixed inputs are written as
+            ``bf16+fp32``. If no input is floating, the output's format is given, and ``other`` if the output is not
+            floating either.
+        phase: ``forward``, ``backward``, or ``recomputation`` of checkpointed activations.
+        calls: The number of calls in one forward and backward pass.
+        time_s: The total time in seconds. It includes the dispatcher's work below autograd.
     """
 
     operator: str
@@ -64,13 +65,13 @@ class RegionUse:
     """The operators and casts in a module's own code, without those of its submodules.
 
     Attributes:
-        path: Path of the module; "" is the model itself, and the loss.
-        calls: Number of operators.
-        time_s: Total seconds.
-        formats: Number of operators per format.
-        casts: Number of casts among them.
-        cast_bytes: Bytes that the casts read and write.
-        avoidable_bytes: Bytes of the avoidable casts.
+        path: The path of the module. It is empty for the model itself and for the loss.
+        calls: The number of operator calls.
+        time_s: The total time of the operators, in seconds.
+        formats: The number of operator calls in each format.
+        casts: The number of casts among these calls.
+        cast_bytes: The number of bytes that the casts read and write.
+        avoidable_bytes: The number of bytes that the avoidable casts read and write.
     """
 
     path: str
@@ -87,16 +88,17 @@ class CastUse:
     """All casts that one line of code in one module makes between the same two formats.
 
     Attributes:
-        module: Path of the module.
-        source: Line of code; in backward, the forward operator's line.
-        phase: ``forward``, ``backward`` or ``recomputation``.
-        before: Format before the cast.
-        after: Format after the cast.
-        calls: Number per pass.
-        bytes: Bytes read and written.
-        time_s: Total seconds.
-        avoidable: Why the casts are avoidable: ``repeated`` or ``round trip``; empty if they are not.
-        first: For avoidable casts, the module that made the earlier cast of the tensor.
+        module: The path of the module.
+        source: The line of code. In backward it is the line of the forward operator.
+        phase: ``forward``, ``backward``, or ``recomputation`` of checkpointed activations.
+        before: The format before the cast.
+        after: The format after the cast.
+        calls: The number of casts in one forward and backward pass.
+        bytes: The number of bytes read and written.
+        time_s: The total time in seconds.
+        avoidable: Why the casts are avoidable. ``repeated``: the tensor was cast to that format before. ``round
+            trip``: the tensor was just cast from that format. Empty if they are not avoidable.
+        first: For avoidable casts, the path of the module that made the earlier cast of the tensor.
     """
 
     module: str
@@ -113,19 +115,20 @@ class CastUse:
 
 @dataclass(frozen=True)
 class OperatorTable(Result):
-    """The operators that ran, by format, and the casts between formats.
+    """The result of :func:`castwise.operator_table`: the operators that ran in each format, and the casts between formats.
 
     Attributes:
-        plan: The plan that the model ran under.
-        operators: The operators by format and phase, sorted by time.
+        plan: The plan that the model ran under. A plan decides the formats in which a model computes and stores its
+            weights.
+        operators: One entry for each operator, format and phase (forward, backward or recomputation), sorted by time.
         regions: The operators and casts of each module, in model order.
-        casts: The casts by line of code, sorted by bytes, with avoidable casts first.
-        views: Number of calls that only make views; these calls are in no table.
-        workload: The model's class.
+        casts: The casts of each line of code. Avoidable casts come first, and then casts are sorted by bytes.
+        views: The number of calls that only make views. These calls are not in the other figures.
+        workload: The name of the model's class.
         device: The device of the run.
         notes: Further remarks, in sentences.
-        rank: The rank that this table describes, which is the slowest rank; None for one process.
-        ranks_time_s: Total operator time of each rank.
+        rank: The rank that this table describes, which is the slowest rank. None for one process.
+        ranks_time_s: The total operator time of each rank, in seconds.
     """
 
     kind: ClassVar[str] = "operators"
@@ -142,22 +145,22 @@ class OperatorTable(Result):
 
     @property
     def time_s(self) -> float:
-        """The total time of all operators, in seconds."""
+        """The total time of all operators in one forward and backward pass, in seconds."""
         return sum(use.time_s for use in self.operators)
 
     @property
     def cast_bytes(self) -> int:
-        """The number of bytes that all casts read and write."""
+        """The number of bytes that all casts together read and write."""
         return sum(cast.bytes for cast in self.casts)
 
     @property
     def avoidable(self) -> tuple[CastUse, ...]:
-        """The casts that could be avoided, because they repeat an earlier cast or reverse the previous one."""
+        """The casts that could be avoided, because they repeat an earlier cast or reverse the previous cast."""
         return tuple(cast for cast in self.casts if cast.avoidable)
 
     @property
     def answer(self) -> str:
-        """One sentence with each format's share of the operators, and the share of the casts."""
+        """The result in one sentence: each format's share of the operators, and the share of the casts."""
         from castwise.report.operators import headline
 
         return headline(self._said())
@@ -179,10 +182,14 @@ class OperatorTable(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``operators.json`` and the page ``operators.html`` into a folder; create the folder if needed.
+        """Write ``operators.json`` and ``operators.html``, a page for a browser, into a folder.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
 
         Returns:
-            The page's path; if Jinja is missing, a warning is given, and the JSON file's path is returned.
+            The path of the page. If Jinja is not installed, a warning is given, no page is written, and the path of
+            the JSON file is returned.
         """
         return self._save(Path(folder) / "operators.html", Path(folder) / "operators.json")[0]
 
@@ -272,30 +279,34 @@ def operator_table(
     seed: int | None = None,
     repeats: int = 3,
 ) -> OperatorTable:
-    """Count and time operators by format, and find casts, for each module, forward and backward.
+    """Count and time the operators that run in each format under a plan, and find the casts between formats.
 
-    The model is copied, and the function waits for the device at every operator. Compiled models run uncompiled: compiling fuses
-    operators and their casts, so the table describes the code as written.
+    A plan decides the formats in which a model computes and stores its weights. The result has figures for each
+    operator, each module and each line of code that casts, in forward and backward. It also tells which casts could
+    be avoided.
 
-    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks make this call together, each with its own batch.
-    All ranks get the slowest rank's table, which says whether other ranks ran other operators. Each rank runs a whole copy of the
-    model, so the table contains no collectives.
+    The function runs a copy of the model and waits for the device at every operator. Compiled models run uncompiled.
+    Compiling fuses operators and their casts, so the table describes the code as written.
+
+    If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks must call this function together.
+    Each rank passes its own batch. All ranks get the slowest rank's table, which says whether other ranks ran other
+    operators. Each rank runs a whole copy of the model, so the table contains no collectives.
 
     Args:
         model: The model, in any training state.
-        loss: ``loss(model, batch)`` -> floating tensor with one element.
+        loss: A function ``loss(model, batch)`` that returns a floating tensor with one element.
         batch: The batch, on any device.
         plan: The plan that the model runs under.
-        device: By default the device of the model's parameters.
-        seed: Seed of random draws; by default the generators continue from their present state.
-        repeats: Number of timed passes, after one untimed pass; the fastest time of each call counts.
+        device: The device of the run. By default it is the device of the model's parameters.
+        seed: The seed of random draws. By default the generators continue from their present state.
+        repeats: The number of timed passes, after one untimed pass. The fastest time of each call counts.
 
     Returns:
-        ``.operators``, ``.regions``, ``.casts``, ``.avoidable``, ``.table()``.
+        The table. Its main parts are ``.operators``, ``.regions``, ``.casts``, ``.avoidable`` and ``.table()``.
 
     Raises:
-        WorkloadError: A model that cannot be copied, or a loss that fails or is not differentiable.
-        PlanError: A plan that does not fit the model, or ``repeats`` below 1.
+        WorkloadError: The model cannot be copied, or the loss fails or is not differentiable.
+        PlanError: The plan does not fit the model, or ``repeats`` is below 1.
         DeviceError: The device cannot run the plan.
     """
 

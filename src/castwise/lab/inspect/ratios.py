@@ -29,16 +29,16 @@ WORST = 10
 
 @dataclass(frozen=True)
 class Token:
-    """One token with its place in the batches and its log-probabilities under both plans.
+    """One token, its place in the batches, and its log-probabilities in training and serving.
 
     Attributes:
-        batch: Number of the batch on its rank.
-        row: Row in the batch.
-        position: Position among the predicted tokens: 0 is the first token with a context.
-        token: Token id.
-        train: Log-probability under the training plan.
-        serve: Log-probability under the serving plan.
-        rank: Rank of its batch, if there are several; 0 for one process.
+        batch: The number of the batch on its rank.
+        row: The row in the batch.
+        position: The position among the predicted tokens. Position 0 is the first token that has a context.
+        token: The token id.
+        train: The log-probability under the training plan.
+        serve: The log-probability under the serving plan.
+        rank: The rank that the batch belongs to, if there are several processes. It is 0 for one process.
     """
 
     batch: int
@@ -52,25 +52,31 @@ class Token:
 
 @dataclass(frozen=True)
 class ServeMismatch:
-    """The differences between one serving plan and the training plan.
+    """The differences between the token probabilities of one serving plan and of the training plan.
+
+    The importance ratio of a token is r = p_train / p_serve, where p is the token's probability under a plan.
+    KL(serve || train) is the Kullback-Leibler divergence of the serving plan's probabilities from the training
+    plan's.
 
     Attributes:
         plan: The serving plan.
-        mean_abs: Mean of ``|log p_train - log p_serve|`` over tokens, in nats.
-        max_abs: Largest ``|log p_train - log p_serve|``, in nats.
-        log_ratio: Quantiles of log r = log p_train - log p_serve, by level.
-        ratio: Quantiles of r.
-        clipped: Share of tokens whose r is outside the clip range.
-        clipped_sequences: Share of sequences whose product of r is outside the clip range.
-        effective: Effective sample size of the weights r, as a share of the tokens.
-        effective_sequences: Effective sample size of the products of r over sequences, as a share of the sequences.
-        k1: Mean of -log r, an estimate of KL(serve || train) in nats per token; like k3, unbiased for tokens sampled by the serving
-            plan.
-        k2: Mean of (log r)**2 / 2.
-        k3: Mean of (r - 1) - log r.
-        kl: Exact KL(serve || train) from all logits at each position, averaged over positions.
-        argmax: Share of positions at which the most likely token differs between the plans.
-        by_position: Mean ``|log r|`` in equal parts of the sequence, in order.
+        mean_abs: The mean of ``|log p_train - log p_serve|`` over tokens, in nats.
+        max_abs: The largest ``|log p_train - log p_serve|``, in nats.
+        log_ratio: Quantiles of log r = log p_train - log p_serve, by their level.
+        ratio: Quantiles of r, by their level.
+        clipped: The share of tokens whose r is outside the clip range.
+        clipped_sequences: The share of sequences whose product of r over their tokens is outside the clip range.
+        effective: The effective sample size of the tokens with r as weights, as a share of the number of tokens.
+        effective_sequences: The effective sample size of the sequences with the products of r as weights, as a share
+            of the number of sequences.
+        k1: The mean of -log r, an estimate of KL(serve || train) in nats per token. It is unbiased for tokens that
+            the serving plan sampled.
+        k2: The mean of (log r)**2 / 2, a biased estimate of the same divergence with low variance.
+        k3: The mean of (r - 1) - log r, another estimate. It is unbiased for tokens that the serving plan sampled,
+            and never negative.
+        kl: The exact KL(serve || train), computed from all logits at each position and averaged over positions.
+        argmax: The share of positions at which the most likely token differs between the plans.
+        by_position: The mean of ``|log r|`` in each of at most 16 equal parts of the sequence, in order.
         worst: The tokens with the largest ``|log r|``.
     """
 

@@ -16,16 +16,16 @@ class Values:
     """Statistics of a tensor's values.
 
     Attributes:
-        name: Name of the tensor, or of the operator's argument: ``self``, ``weight``.
+        name: The name of the tensor, or of the operator's argument, such as ``self`` or ``weight``.
         dtype: The tensor's dtype, such as ``float16``.
         shape: The tensor's shape.
-        low: The smallest finite value; None if no value is finite.
-        high: The largest finite value; None if no value is finite.
-        smallest: The smallest finite magnitude that is not 0; None if there is none.
-        zeros: Number of zeros.
-        nan: Number of NaNs.
-        inf: Number of infinities.
-        negative_inf: Number of negative infinities.
+        low: The smallest finite value. None if no value is finite.
+        high: The largest finite value. None if no value is finite.
+        smallest: The smallest finite magnitude that is not 0. None if no value has such a magnitude.
+        zeros: The number of zeros.
+        nan: The number of NaNs.
+        inf: The number of positive infinities.
+        negative_inf: The number of negative infinities.
     """
 
     name: str

@@ -30,17 +30,18 @@ class Cast:
     """The effect of casting some values to a format.
 
     Attributes:
-        format: Name of the format.
-        scale: Factor before the cast: the loss scale for gradients in fp16; ``"tensor"`` for a scale per tensor
-            that maps the tensor's largest value to the format's largest; None for an unscaled cast.
-        overflow: Share of finite values, zeros included, that are too large for the format: infinite after the cast, or saturated
-            if the format has no infinity.
-        subnormal: Share of values that become subnormal, with fewer digits than the format's normal numbers.
-        flush: Share of all values that are nonzero and become zero.
-        error: Root of the squared rounding error over the squared values, without values that overflow; 0 if there
-            are none.
-        underflow: Share of the values' sum of squares that is lost beyond normal rounding to the format's digits; of several
-            tensors, the largest share.
+        format: The name of the format.
+        scale: The factor by which values are multiplied before the cast. For gradients in fp16 it is the loss scale.
+            ``"tensor"`` stands for a scale for each tensor, which maps the tensor's largest value to the format's
+            largest value. None for an unscaled cast.
+        overflow: The share of finite values, zeros included, that are too large for the format. They become infinite,
+            or the format's largest value if the format has no infinity.
+        subnormal: The share of values that become subnormal, with fewer digits than the format's normal numbers.
+        flush: The share of all values that are nonzero and become zero.
+        error: The relative rounding error: the root of the sum of squared errors, divided by the root of the sum of
+            squared values. Values that overflow are left out. It is 0 if no values remain.
+        underflow: The share of the values' sum of squares that is lost beyond normal rounding to the format's digits.
+            If several tensors were cast, it is the largest share of any tensor.
     """
 
     format: str

@@ -81,22 +81,27 @@ class Grams:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The damage (the squared relative error that a plan adds to an update), with its components and a bootstrap interval.
+    """The damage that a plan does to an optimizer update, with its components and a bootstrap interval.
 
-    The letters are those of the description of :mod:`castwise.lab.parity.damage`.
+    The damage is the squared relative error that a plan's rounding adds to one update, compared with fp32. It is
+    estimated from the gradients of several microbatches. The letters B2, D, G2, S and m are explained in the
+    description of :mod:`castwise.lab.parity.damage`.
 
     Attributes:
-        value: The damage; infinite if an error is not finite.
-        low: Lower end of the 95 % interval.
-        high: Upper end of the 95 % interval.
-        bias: The part of the damage that the rounding's bias makes: max(B2, 0) divided by ``averaged``.
-        noise: The part of the damage that the rounding's noise makes: D/m divided by ``denominator``.
+        value: The damage. It is infinite if an error is not finite.
+        low: The lower end of the 95 % interval of the damage.
+        high: The upper end of the 95 % interval of the damage.
+        bias: The part of the damage from the bias of the rounding: max(B2, 0) divided by ``averaged``. A bias is the
+            error that all microbatches share.
+        noise: The part of the damage from the noise of the rounding: D/m divided by ``denominator``. The noise is the
+            error that averages out over microbatches.
         signal: The squared mean gradient, max(G2, 0).
-        data_noise: The variance of the gradient of one update, S/m.
-        denominator: ``signal`` + ``data_noise``: the expected square of one update.
-        averaged: Expected square of the mean of at least ``HORIZON`` microbatches.
-        lasting: How large the bias certainly is in long training: the lower bound of the bias, divided by the lower bound of the
-            signal plus the data's noise that is left after ``LASTING`` microbatches.
+        data_noise: The variance of the gradient of one update over the data, S/m.
+        denominator: The expected square of one update, ``signal`` + ``data_noise``.
+        averaged: The expected square of the mean of at least ``HORIZON`` (10) microbatches.
+        lasting: How large the bias certainly is in long training. It is the lower bound of the bias divided by a sum.
+            The sum consists of the lower bound of the signal and the data's noise that is left after ``LASTING``
+            (1000) microbatches.
     """
 
     value: float

@@ -35,13 +35,13 @@ NEGLIGIBLE = 1e-10
 
 @dataclass(frozen=True)
 class Histogram:
-    """The magnitudes of a region's gradients, or of other values, counted by powers of two.
+    """A count of the magnitudes of a module's gradients, or of other values, by powers of two.
 
     Attributes:
-        pattern: Path of the region, or the pattern that names the region in a plan.
-        lowest: Exponent of the first bin: bin i counts values with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
-        counts: Number of values per bin.
-        zeros: Number of values that are exactly zero.
+        pattern: The path of the module, or the pattern that names the module in a plan.
+        lowest: The exponent of the first bin. Bin i counts values with 2**(lowest+i) <= magnitude < 2**(lowest+i+1).
+        counts: The number of values in each bin.
+        zeros: The number of values that are exactly zero.
     """
 
     pattern: str
@@ -50,7 +50,10 @@ class Histogram:
     zeros: int
 
     def smallest(self, share: float = LOST) -> float:
-        """Return the power of two below which values make up at most ``share`` of the squared norm; 0 if all are zero."""
+        """Return the power of two below which the values make up at most ``share`` of the squared norm.
+
+        It is 0 if all values are zero.
+        """
         rest = share * self.energy
         for i, energy in enumerate(self._energies):
             if energy > rest:
@@ -60,7 +63,7 @@ class Histogram:
 
     @property
     def energy(self) -> float:
-        """The approximate sum of the squared values."""
+        """The sum of the squared values, computed approximately from the counts."""
         return math.fsum(self._energies)
 
     @property
@@ -73,11 +76,12 @@ class ScaleRange:
     """The range of loss scales at which fp16 can represent the gradients.
 
     Attributes:
-        largest: Largest magnitude of any gradient of a module's output or of a parameter, unscaled.
-        smallest: Magnitude below which gradients together have one part in 10,000 of a module's squared gradient.
-        lowest_scale: Loss scale below which ``smallest`` underflows.
-        highest_scale: Loss scale above which ``largest`` overflows.
-        init: A good initial loss scale: a power of two, at least a factor of eight below overflow.
+        largest: The largest magnitude of any gradient of a module's output or of a parameter, without a loss scale.
+        smallest: The smallest magnitude that must not underflow. All gradients below it make up one part in 10,000 of
+            a module's squared gradient.
+        lowest_scale: The loss scale below which ``smallest`` underflows.
+        highest_scale: The loss scale above which ``largest`` overflows.
+        init: A good initial loss scale. It is a power of two, at least a factor of eight below overflow.
     """
 
     largest: float
@@ -88,7 +92,7 @@ class ScaleRange:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no loss scale keeps both the smallest and the largest gradient in fp16's range."""
+        """Whether no loss scale keeps both the smallest and the largest gradient in the range of fp16."""
         return self.lowest_scale > self.highest_scale
 
 

@@ -67,15 +67,17 @@ COMPARABLE = 0.3
 
 @dataclass(frozen=True)
 class RegionParity:
-    """The contribution of one module's own parameters to the damage, the relative squared error of an update.
+    """The contribution of one module's own parameters to the damage that a plan does to an update.
+
+    The damage is the squared relative error that a plan's rounding adds to one optimizer update.
 
     Attributes:
-        path: Path of the module.
+        path: The path of the module.
         bias: The module's part of the damage that is the same in every batch.
         noise: The module's part of the damage that averages out over batches.
         data_noise: The variance of the module's gradient over batches, in the same unit.
-        adam: Bias plus noise in units of Adam's steps; None if not computed or if the gradient
-            is only rounding error.
+        adam: Bias plus noise in units of Adam's steps. None if it was not computed, or if the module's gradient is
+            only rounding error.
     """
 
     path: str
@@ -87,28 +89,36 @@ class RegionParity:
 
 @dataclass(frozen=True)
 class ParityResult:
-    """The result of the gradient parity test.
+    """The result of :func:`castwise.parity`: whether a plan's gradients are as good as those of fp32.
+
+    A plan decides the formats in which a model computes and stores its weights. The test measures the damage, that is
+    the squared error that the plan adds to one optimizer update, divided by the expected square of the update. The
+    result is true in an ``if`` statement when the plan passed.
 
     Attributes:
-        plan: The plan tested.
+        plan: The plan that was tested.
         verdict: ``pass``, ``fail`` or ``undecided``.
-        reason: Why the verdict was reached, in a sentence.
-        damage: The squared error that the plan adds to one update, divided by the update's expected square.
-        adam: The damage in units of Adam's steps; None for other optimizers.
-        regions: One entry for each module with direct parameters.
-        floor: Damage of fp32 against fp32 with different rounding.
-        repeat: Damage of fp32 against an identical second run; above 0 if the loss is not deterministic.
-        lost_updates: For plans that store parameters low without masters, the share of an optimizer's update that rounding
-            loses: the largest over the optimizer's groups and over steps early and late in a training.
-        loss_scale: Loss scale of the gradients, None without one.
-        microbatches: Number of microbatches.
-        per_update: Microbatches averaged per update.
-        passes: Number of forward/backward passes.
-        strayed: Number of random draws that could not be repeated.
+        reason: The reason for the verdict, in a sentence.
+        damage: The damage, as an :class:`~castwise.numerics.damage.Estimate` with a 95 % interval.
+        adam: The damage in units of Adam's steps. None for other optimizers.
+        regions: The damage of each module that has parameters of its own.
+        floor: The damage of fp32 compared with fp32 under different rounding.
+        repeat: The damage of fp32 compared with an identical second run. It is above 0 if the loss is not
+            deterministic.
+        lost_updates: The share of an optimizer's update that rounding loses, for plans that store parameters in bf16
+            or fp16 without fp32 master weights. It is the largest share over the optimizer's parameter groups, and
+            over steps early and late in a training. None for other
+            plans, or if it was not measured.
+        loss_scale: The loss scale of the gradients. None under a plan without a loss scale.
+        microbatches: The number of microbatches on which the plan was tested.
+        per_update: The number of microbatches that are averaged for one update.
+        passes: The number of forward and backward passes.
+        strayed: The number of random draws, such as dropout masks, that could not be repeated.
         more: Whether more microbatches may change the verdict.
         stopped: Buffers and untrained parameters that do not change under the plan as they do in fp32.
-        choices: Operators whose integer or boolean results differ from fp32's, wrong ones first; not tested after a failure.
-        note: A further remark, in a sentence: up to which sequence position the plan was tested.
+        choices: Operators whose integer or boolean results differ from those in fp32. Differences that rounding does
+            not explain come first. They are not tested if the plan has failed already.
+        note: A further remark, in a sentence, which says up to which sequence position the plan was tested.
     """
 
     plan: Plan
@@ -141,25 +151,36 @@ class ParityResult:
 
     @property
     def severity(self) -> float:
-        """The damage (the plan's error in an update) divided by the threshold for passing; below 1, training shows no difference."""
+        """The damage (the plan's error in an update) divided by the threshold below which a plan passes.
+
+        If it is below 1, training with the plan shows no difference from fp32. If the damage was also computed in
+        units of Adam's steps, the larger of the two quotients counts.
+        """
         return severity(self.damage.value, None if self.adam is None else self.adam.value)
 
     @property
     def biased(self) -> bool:
-        """Whether the plan certainly has a bias that remains when the noise of the data has averaged out in long training.
+        """Whether the plan's rounding certainly has a bias, that is an error that all batches share.
 
-        A short training run cannot show the harm of such a bias.
+        Such a bias remains when the noise of the data has averaged out in long training. A short training run cannot
+        show its harm.
         """
         return not lasts(self.damage, self.adam)
 
     @property
     def needed(self) -> int | None:
-        """About how many microbatches would let an undecided plan pass; None if more microbatches would not."""
+        """The approximate number of microbatches with which an undecided plan would pass.
+
+        None if the plan is not undecided, or if more microbatches would not let it pass.
+        """
         return needed(self.damage, self.adam, self.microbatches) if self.verdict == "undecided" else None
 
     @property
     def next_step(self) -> str:
-        """A sentence that says what may decide an undecided result; empty for other results."""
+        """A sentence that says what you can try to decide an undecided result.
+
+        It is empty if the result is ``pass`` or ``fail``.
+        """
         if self.verdict != "undecided":
             return ""
         if self.needed is not None or self.more:
@@ -174,25 +195,33 @@ class ParityResult:
 
     @property
     def lines(self) -> tuple[float, float | None]:
-        """The thresholds below which a plan passes: for the damage, and for the damage in units of Adam's steps.
+        """The two thresholds below which a plan passes, as a tuple.
 
-        The second is None if the damage was not computed in these units.
+        The first is the threshold for the damage. The second is the threshold for the damage in units of Adam's
+        steps, or None if it was not computed in these units.
         """
         return PASS, None if self.adam is None else ADAM_PASS
 
     @property
     def wrong_choices(self) -> tuple[Choice, ...]:
-        """The operators whose integer or boolean results differ from fp32's by more than rounding explains."""
+        """The operators whose integer or boolean results differ from those in fp32 by more than rounding explains."""
         return tuple(choice for choice in self.choices if choice.is_wrong)
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The paths of the modules whose buffers, untrained parameters or discrete choices make the plan fail; the worst first."""
+        """The paths of the modules whose buffers, untrained parameters or integer results make the plan fail, the worst first.
+
+        Integer results include boolean results, such as masks.
+        """
         state = [name.rpartition(".")[0] for name in self.stopped]
         return tuple(dict.fromkeys([*state, *(choice.path for choice in self.wrong_choices)]))
 
     def worst(self, count: int = 5) -> tuple[RegionParity, ...]:
-        """Return the ``count`` modules that contribute most to the damage, the worst first."""
+        """Return the modules that contribute most to the damage, the worst first.
+
+        Args:
+            count: The largest number of modules to return.
+        """
 
         def weight(region: RegionParity) -> float:
             return (
@@ -202,7 +231,7 @@ class ParityResult:
         return tuple(sorted(self.regions, key=weight, reverse=True)[:count])
 
     def table(self) -> RenderableType:
-        """Return the result and the worst modules as text and tables for ``rich.print``."""
+        """Return the verdict and the worst modules as text and tables that ``rich.print`` can show."""
         from castwise.report.show import table
 
         said = {
@@ -513,40 +542,48 @@ def parity(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> ParityResult:
-    """Test whether a plan's gradients can be distinguished from fp32's, whatever the plan's speed.
+    """Test whether a plan's gradients can be distinguished from those of fp32.
 
-    Everything runs on copies: the model, random numbers and process-wide settings are unchanged when the function returns or
-    fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so a plan for a GPU can be tested on a CPU.
+    Use this to find out whether a model can be trained under a plan, whatever the plan's speed. A plan decides the
+    formats in which a model computes and stores its weights. The test compares gradients of several microbatches in
+    fp32 and under the plan, at the same weights and random draws. The plan passes if its error is too small to matter
+    beside the noise of the data.
+
+    The function runs copies. The model, the random generators and process-wide settings are unchanged when it returns
+    or fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so a plan for a GPU can be tested on a
+    CPU.
 
     Args:
-        model: The model, in any training state: its modes (dropout, frozen BatchNorm) are kept. Tensors stored in
-            bf16 or fp16 are widened to make the fp32 reference.
-        loss: ``loss(model, batch)`` -> scalar tensor, fp32.
-        batches: A sequence, a re-iterable, or ``batches(seed)`` -> iterator; each batch is
-            one microbatch.
+        model: The model, in any training state. Its modes (dropout, frozen BatchNorm) are kept. Tensors stored in
+            bf16 or fp16 are converted to fp32 for the reference.
+        loss: A function ``loss(model, batch)`` that returns a scalar tensor in fp32.
+        batches: A sequence of batches, an iterable that can be iterated again, or a function ``batches(seed)`` that
+            returns an iterator. Each batch is one microbatch.
         plan: The plan to test.
-        optimizer: ``optimizer(params)`` -> Optimizer. If it is of Adam's kind, the test is also made in units of Adam's
-            steps. Plans that store parameters in bf16 or fp16 need an optimizer: steps of the plan's own optimizer are
-            compared with fp32's, and if the plan keeps no master weights, this takes 259 steps of training.
-        accumulate: Microbatches accumulated per update.
-        world_size: Data-parallel ranks that average their gradients.
-        microbatches: Initial number, at least 4. To pass, a plan needs 29 in total, or all batches if there are fewer;
-            if those do not decide, up to four times the initial number are drawn.
-        device: By default the device of the model's parameters.
-        seed: Seed of dither, random draws and, if batches are a function, of the batches.
+        optimizer: A function ``optimizer(params)`` that returns an optimizer. If it is Adam or similar, the test is
+            also made in units of Adam's steps. Plans that store parameters in bf16 or fp16 need it, because steps of
+            the plan's own optimizer are then compared with those of fp32. If such a plan keeps no fp32 master
+            weights, this takes 259 steps of training.
+        accumulate: The number of microbatches that are accumulated for one update.
+        world_size: The number of data-parallel ranks that average their gradients.
+        microbatches: The initial number of microbatches, at least 4. To pass, a plan needs 29 in total, or all
+            batches if fewer exist. If these do not decide, up to four times the initial number are drawn.
+        device: The device of the run. By default it is the device of the model's parameters.
+        seed: The seed of random draws, and of the small random changes of the weights before each run. If ``batches`` is a function, it is called with this seed
+            too.
 
     Returns:
-        The result: ``.verdict``, ``.reason``, ``.regions``, ``.table()``; true if it passed. A failure is confirmed
-        on fresh batches before it is reported.
+        The result, which is true in an ``if`` statement when the plan passed. Its main parts are ``.verdict``,
+        ``.reason``, ``.regions`` and ``.table()``. A failure is confirmed on fresh batches before it is reported.
 
     Raises:
-        WorkloadError: A loss that is not differentiable or whose gradients are all zero, batches that cannot be used, or a
-            model not in fp32.
+        WorkloadError: The loss is not differentiable, all its gradients are zero, the batches cannot be used, or the
+            model is not in fp32.
         NonFiniteError: Gradients are not finite in fp32 itself.
-        PlanError: A plan that does not fit the model, or numbers out of range.
+        PlanError: The plan does not fit the model, or a number is out of its range.
         DeviceError: The device cannot run the plan.
 
-    Source: docs/numerics.md derives the test and shows how its lines were calibrated.
+    Source: docs/numerics.md derives the test and shows how its thresholds were calibrated.
     """
     chosen = as_plan(plan)
     for name, value, least in (("accumulate", accumulate, 1), ("world_size", world_size, 1), ("microbatches", microbatches, 4)):  # fmt: skip

@@ -49,15 +49,18 @@ _NOT_CHOSEN = ("empty", "new_empty", "view", "_scaled_dot", "cudnn", "_cudnn", "
 
 @dataclass(frozen=True)
 class Choice:
-    """The integer or boolean results of one operator in one module that differ between fp32 and a plan.
+    """The integer or boolean results of one operator that differ between fp32 and a plan.
+
+    Such a result is a choice that the model makes, for example an ``argmax``, a mask or a route. A small difference
+    is harmless if rounding explains it, as when two scores are nearly equal.
 
     Attributes:
-        path: Path of the module whose code calls the operator; empty for the model, ``(loss)`` for the code of the
-            loss.
-        operator: Name of the operator, such as ``argmax``.
-        elements: Number of integers or booleans compared.
-        changed: Number of elements that differ from fp32's.
-        wrong: Number of elements that differ by more than rounding explains.
+        path: The path of the module whose code calls the operator. It is empty for the model itself, and ``(loss)``
+            for the code of the loss.
+        operator: The name of the operator, such as ``argmax``.
+        elements: The number of integers or booleans that were compared.
+        changed: The number of elements that differ from those in fp32.
+        wrong: The number of elements that differ by more than rounding explains.
     """
 
     path: str
@@ -68,28 +71,36 @@ class Choice:
 
     @property
     def share(self) -> float:
-        """The share of the compared elements that differ from fp32's."""
+        """The share of the compared elements that differ from those in fp32."""
         return self.changed / self.elements
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the format changes the choice by more than rounding near a tie explains."""
+        """Whether the elements that rounding does not explain are too many for chance.
+
+        At least two elements, and more than 0.5 % of all compared elements, must differ by more than rounding
+        explains.
+        """
         return self.wrong >= LEAST and self.wrong > WRONG * self.elements
 
     @property
     def what(self) -> str:
-        """The operator's name, or words for a conversion to integers, whose name says little."""
+        """The operator's name, or "conversion to integers" for ``_to_copy``."""
         return "conversion to integers" if self.operator == "_to_copy" else self.operator
 
     def said(self, format: str) -> str:
-        """Return the change as a sentence; ``format`` is the plan's lower format."""
+        """Return a sentence that says how the operator's results differ from those in fp32.
+
+        Args:
+            format: The name of the plan's lower format, which the sentence names.
+        """
         return (
             f"{self.what} in {self.path or 'the model itself'} chooses differently in {format}: {self.changed / self.elements:.1%} of "
             f"its results differ from fp32's, {self.wrong / self.elements:.1%} by more than rounding explains"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and properties as a dictionary for reports."""
+        """Return the fields and the properties ``what``, ``share`` and ``is_wrong`` as a dictionary for reports."""
         said = {"what": self.what, "share": self.share, "is_wrong": self.is_wrong}
         return dataclasses.asdict(self) | said
 

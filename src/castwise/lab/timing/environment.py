@@ -20,14 +20,22 @@ import torch
 
 @dataclass(frozen=True)
 class Environment:
-    """The device, time, versions and command line of a measurement; of paths in the command line, only the last part is kept.
+    """The device, the time, the versions and the command line of a measurement.
 
     Attributes:
-        device: The device's name, as given by the vendor.
-        cores: Number of cores available to this process.
-        threads: Number of threads that torch uses for one operator.
+        device: The device's name, as the vendor gives it.
+        device_type: The device type, such as ``cpu`` or ``cuda``.
+        cores: The number of cores available to this process.
+        threads: The number of threads that torch uses for one operator.
         capability: The CPU's vector instructions or the GPU's compute capability.
-        commit: Commit of castwise's own checkout, with ``+`` if files other than results have changes; None if installed.
+        torch: The version of torch.
+        python: The version of Python.
+        castwise: The version of castwise.
+        commit: The commit of castwise's own checkout, with ``+`` if files other than results have changes. None if
+            castwise is installed as a package.
+        system: The operating system and the processor type.
+        command: The command line. Of each absolute path in it, only the last part is kept.
+        date: The time of the measurement, as text.
     """
 
     device: str

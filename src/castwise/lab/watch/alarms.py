@@ -19,18 +19,20 @@ from castwise.lab.watch.records import Alarm
 
 @dataclass(frozen=True)
 class Line:
-    """The value at which an alarm is raised, and the value at which it is cleared.
+    """The two thresholds of an alarm: the value at which it is raised, and the value at which it is cleared.
 
-    For a value between the two, the alarm does not change. If ``raise_at`` is the larger of the two, large values are bad, else
-    small values are bad.
+    A value between the two does not change the alarm. If ``raise_at`` is larger than ``clear_at``, large values are
+    bad. Otherwise small values are bad.
 
     Attributes:
-        raise_at: A value beyond it is bad, which raises an alarm.
-        clear_at: A value on the far side of it, seen from ``raise_at``, is good and clears the alarm.
-        patience: Number of bad values in a row before the alarm is raised.
+        raise_at: The threshold beyond which a value is bad, which raises the alarm.
+        clear_at: The threshold beyond which a value is good, which clears the alarm. "Beyond" means here away from
+            ``raise_at``.
+        patience: The number of bad values in a row that raise the alarm.
 
     Raises:
-        PlanError: ``raise_at`` and ``clear_at`` are equal or not numbers, or ``patience`` is not an integer of at least 1.
+        PlanError: ``raise_at`` and ``clear_at`` are equal or not finite numbers, or ``patience`` is not an integer of
+            at least 1.
     """
 
     raise_at: float
@@ -52,13 +54,13 @@ class Line:
             raise PlanError(f"{self!r}: patience must be a whole number >= 1")
 
     def is_bad(self, value: float) -> bool:
-        """Whether a value raises an alarm, which NaN does too."""
+        """Return whether a value is bad, so that it raises the alarm. NaN is bad."""
         if math.isnan(value):
             return True
         return value > self.raise_at if self.raise_at > self.clear_at else value < self.raise_at
 
     def is_good(self, value: float) -> bool:
-        """Whether a value clears an alarm."""
+        """Return whether a value is good, so that it clears the alarm."""
         return value < self.clear_at if self.raise_at > self.clear_at else value > self.clear_at
 
 

@@ -41,7 +41,10 @@ KEPT = 512
 
 
 class Monitor(OfThisProcess):
-    """Watches the training of a session's models at low cost, and does not change its results.
+    """Watches a training run: samples its numbers, raises alarms, and can compare the plan with fp32.
+
+    Use it to notice overflow, underflow, skipped steps and similar trouble while a model trains. It costs little and
+    does not change the training.
 
     ::
 
@@ -51,33 +54,41 @@ class Monitor(OfThisProcess):
             ...  # the loop as it is
         rich.print(monitor.table())
 
-    Hooks count the steps, no matter whether ``amp.step``, ``optimizer.step()``, Lightning or the Trainer of transformers makes
-    them. The monitor may be made before or after ``prepare``. At every ``every``-th step of an optimizer it samples the
-    gradients, the weights, the update, and the outputs of modules that have parameters of their own. It records skipped steps
-    and the loss scale at every step. Weights, gradients, random numbers and training modes are bit for bit those of a run
-    without the monitor.
+    The monitor counts the steps of the optimizers that ``amp`` prepared. Steps may be made by ``amp.step``,
+    ``optimizer.step()``, Lightning or the Trainer of transformers. The monitor may be made before or after
+    ``prepare``.
+
+    It takes a sample at every ``every``-th step of an optimizer. A sample has statistics of the gradients, the
+    weights, the update, and the outputs of modules that have parameters of their own. Skipped steps and the loss
+    scale are recorded at every step. Weights, gradients, random numbers and training modes are bit for bit those of a
+    run without the monitor.
 
     Args:
-        amp: The session.
-        every: Steps between two samples, counted per optimizer.
+        amp: The :class:`castwise.Amp` whose models are watched.
+        every: The number of steps from one sample to the next, counted for each optimizer.
         jsonl: A file to which each sample, alarm and audit is appended as a line of JSON.
         tensorboard: A folder for event files, or a ``SummaryWriter``.
-        log: ``log(values, step)``, called with every sample's numbers by name: ``wandb.log``, ``logger.log_metrics``. If it
-            raises, a warning is given once and training continues.
+        log: A function ``log(values, step)`` such as ``wandb.log`` or ``logger.log_metrics``. It is called at every
+            sample with a dict of numbers by name. If it raises an error, a warning is given once and training
+            continues.
         live: Whether to show the last sample and the open alarms, if standard output is a terminal.
-        on_alarm: ``on_alarm(alarm)``, called on every rank with each :class:`castwise.monitor.Alarm` when it is raised, after
-            the step that raised it. An exception from it propagates out of that step, which is complete. It can thus end a run.
-        lines: For each kind of alarm, a :class:`~castwise.lab.watch.alarms.Line` that replaces the default, or None to disable
-            the alarm; see ``castwise.lab.watch.LINES``.
-        loss: ``loss(model, batch)`` -> scalar tensor. With ``loss`` and ``batches`` the plan is audited: its gradients are
-            compared with fp32's as in :func:`castwise.parity`. An audit runs on copies of the current model, which take about
-            five times the memory of fp32 weights; for a sharded model, of all weights on every rank.
-        batches: The batches for audits: a sequence, a re-iterable, or ``batches(seed)`` -> iterator.
-        audit_every: Steps between two audits. The first audit follows the first step that this monitor sees.
-        accumulate: Number of microbatches, on all ranks together, that one update of the training averages.
+        on_alarm: A function ``on_alarm(alarm)``. It is called on every rank with each new
+            :class:`castwise.monitor.Alarm`, after the step that raised the alarm is complete. If it raises an
+            exception, the exception leaves the call that made the step. It can thus end a run.
+        lines: For a kind of alarm, a :class:`castwise.monitor.Line` with other thresholds than the default, or None
+            to disable the alarm. ``castwise.lab.watch.LINES`` lists the kinds and their defaults.
+        loss: A function ``loss(model, batch)`` that returns a scalar tensor. If ``loss`` and ``batches`` are given,
+            the monitor makes audits. An audit compares the plan's gradients with those of fp32, as
+            :func:`castwise.parity` does. It runs on copies of the current model, which take about five times the
+            memory of fp32 weights. For a sharded model, that is the memory of all weights, on every rank.
+        batches: The batches for audits: a sequence, an iterable that can be iterated again, or a function
+            ``batches(seed)`` that returns an iterator.
+        audit_every: The number of steps from one audit to the next. The first audit follows the first step that this
+            monitor sees.
+        accumulate: The number of microbatches, on all ranks together, that the training averages for one update.
 
-    With torch.distributed every rank makes the same monitor. Samples are combined over the session's ranks, and the first rank
-    writes them.
+    With torch.distributed, every rank must make the same monitor. Samples are combined over the ranks of ``amp``, and
+    the first rank writes them.
 
     Attributes:
         samples: The last 512 samples.
@@ -85,7 +96,7 @@ class Monitor(OfThisProcess):
         audits: The last 512 audits.
 
     Raises:
-        PlanError: An invalid number, line or kind; the message names the argument.
+        PlanError: A number, a threshold or a kind of alarm is invalid. The message names the argument.
     """
 
     def __init__(
@@ -148,12 +159,18 @@ class Monitor(OfThisProcess):
 
     @property
     def step(self) -> int:
-        """The number of steps so far, including skipped steps, of the optimizer with the most steps."""
+        """The number of steps so far, including skipped steps.
+
+        If there are several optimizers, it is the number of the optimizer with the most steps.
+        """
         return max((turn.steps for turn in self._turns.values()), default=0)
 
     @property
     def skipped_steps(self) -> int:
-        """The number of skipped steps so far, also before a resume. Waits like :attr:`castwise.Amp.skipped_steps`."""
+        """The number of skipped steps so far, including those before a resume.
+
+        Reading it waits for the device if a fused optimizer decides on the device whether to skip a step.
+        """
         return self._sampler.skipped_before + self._session.window.skipped_steps
 
     @property
@@ -162,7 +179,10 @@ class Monitor(OfThisProcess):
         return tuple(self._crossed.open.values())
 
     def report(self) -> MonitorReport:
-        """Return the results so far. Waits for the device if a fused optimizer decides there whether to skip."""
+        """Return all results so far as a :class:`castwise.monitor.MonitorReport`.
+
+        The call waits for the device if a fused optimizer decides on the device whether to skip a step.
+        """
         return MonitorReport(
             str(self._amp.plan), self._amp.device_type, self.step, self.skipped_steps, self._every,
             tuple(self.samples), tuple(self.alarms), tuple(self.audits), tuple(self._sampler.unseen), self.open_alarms,
@@ -170,22 +190,31 @@ class Monitor(OfThisProcess):
         )  # fmt: skip
 
     def table(self) -> RenderableType:
-        """Return the report as a table for ``rich.print``."""
+        """Return the results so far as text and tables that ``rich.print`` can show."""
         return self.report().table()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
+        """Return the results so far as a dict of values that JSON can hold."""
         return self.report().to_dict()
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the report as ``monitor.json`` and as the page ``monitor.html``."""
+        """Write the results so far as ``monitor.json`` and ``monitor.html`` into a folder, and return the folder.
+
+        If a library for the page is not installed, a warning is given and only the JSON file is written.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
+        """
         return self.report().save(Path(folder))
 
     def audit(self) -> Audit:
-        """Compare the plan's gradients with fp32's at the present weights. All ranks must call this; it waits for the device.
+        """Compare the plan's gradients with those of fp32 at the present weights, and return the comparison.
+
+        All ranks must call this method together. It waits for the device.
 
         Raises:
-            PlanError: The monitor has no loss and batches, or the session has no model or several.
+            PlanError: The monitor was made without ``loss`` and ``batches``, or its :class:`castwise.Amp` has no
+                model or several.
             CastwiseError: The model, the loss or the batches cannot be used.
         """
         if self._auditor is None:
@@ -196,7 +225,10 @@ class Monitor(OfThisProcess):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the open alarms as plain values, for a resume. Save the session's state separately."""
+        """Return the step counts and the open alarms as plain values, so that a resumed run can continue them.
+
+        The state of the :class:`castwise.Amp` is not included and must be saved separately.
+        """
         turns = [
             {"number": t.number, "steps": t.steps, "streak": t.streak, "made": t.made}
             for t in self._turns.values()
@@ -206,10 +238,10 @@ class Monitor(OfThisProcess):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
+        """Restore the step counts and open alarms that :meth:`state_dict` returned.
 
         Raises:
-            CheckpointError: The state is not a monitor's.
+            CheckpointError: ``state`` is not the state of a monitor.
         """
         try:
             if state["version"] != 1:
@@ -229,7 +261,7 @@ class Monitor(OfThisProcess):
         self._turn_by_id.clear()
 
     def close(self) -> None:
-        """Stop watching, and close all files. The results stay readable."""
+        """Stop watching, and close all files. The results can still be read."""
         self._closed = True
         self._listened()
         self._end()

@@ -66,7 +66,12 @@ class _Step:
 
 
 class Recorder(OfThisProcess):
-    """Records steps that overflow or that :meth:`write` requests, so that :func:`castwise.replay` can run them again.
+    """Records training steps that go wrong, so that :func:`castwise.replay` can run them again.
+
+    Use it to find out later why a step overflowed or failed. A record has all inputs of a step: its batches, the
+    states of the random generators, and the weights.
+
+    ::
 
         with castwise.Recorder(amp, model, "runs/a/failures") as recorder:
             for batch in recorder.batches(loader):
@@ -74,34 +79,36 @@ class Recorder(OfThisProcess):
                 amp.step(optimizer)
                 optimizer.zero_grad()
 
-    It writes steps that were skipped or raised an error, steps with a non-finite loss, and steps requested by :meth:`write`,
-    for instance from an alarm. Of each kind only the first few are written, since later steps seldom add information. If a
-    record cannot be written, a warning is given and training continues.
+    A step is recorded if it was skipped, raised an error, had a non-finite loss, or was requested by :meth:`write`,
+    for instance from an alarm. Of each of these four kinds only the first few are recorded, since later steps seldom
+    add information. If a record cannot be written, a warning is given and training continues.
 
-    With several ranks, each rank makes the same recorder, also under DistributedDataParallel and FSDP2. A step that goes wrong
-    on one rank is written by all ranks, as one record. A step that raises an error is written by that rank alone, since other
-    ranks may not know of it. If the model is sharded, such a step is not written, and a warning says so.
+    With several ranks, each rank makes the same recorder, also under DistributedDataParallel and FSDP2. If a step
+    goes wrong on one rank, all ranks write it together, as one record. But if a step raises an error on one rank,
+    that rank writes it alone, since other ranks may not know of the error. If the model is sharded, such a step is
+    not recorded, and a warning says so.
 
-    On an accelerator the host waits at each step for the loss and for the skip decision.
+    On an accelerator, the host waits at each step for the loss and for the decision whether to skip the step.
 
     Args:
-        amp: The session.
-        model: The prepared model; it may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
-        folder: Folder of the records, on a file system shared by all ranks. A rank that raises an error writes into its own
-            subfolder, ``rank-1`` and so on. Numbering continues after existing records.
-        workload: A name of the job, as for :func:`castwise.workload.find_workload`. A replay shows this name, but runs the
-            workload only if the name is given again.
-        most: Largest number of records of each kind.
-        copies: Whether to copy the weights before every step. A request after a step, as from an alarm, then records that step
-            and not the next one.
+        amp: The :class:`castwise.Amp` that prepared the model.
+        model: The prepared model. It may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
+        folder: The folder of the records, on a file system shared by all ranks. A rank that raises an error writes
+            into a subfolder such as ``rank-1``. If the folder has records already, their numbering continues.
+        workload: The name of the training job, as for :func:`castwise.workload.find_workload`. A replay shows this
+            name. It runs the job's code only if the name is given again.
+        most: The largest number of records of each kind.
+        copies: Whether to copy the weights before every step. A request after a step, as from an alarm, then records
+            that step. Without copies it records the next step.
 
     Raises:
         PlanError: ``most`` is below 1.
-        StateError: The model was not prepared by this session, is a pipeline stage, or has hand-written shards.
+        StateError: The model was not prepared by ``amp``, is a pipeline stage, or holds weights that your own code has
+            split over ranks.
     """
 
     records: tuple[Path, ...]
-    """Paths of the records that were written by this rank alone or by all ranks together."""
+    """The paths of the records that this rank has written, alone or together with all ranks."""
 
     def __init__(
         self,
@@ -136,19 +143,22 @@ class Recorder(OfThisProcess):
         self.close()
 
     def close(self) -> None:
-        """Stop watching the session. Records stay."""
+        """Stop recording. The records that were written stay on disk."""
         self._end()
         self._step, self._closed = None, True
 
     # --- what a training tells --------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader, and record each batch before it is yielded.
+        """Yield the batches of a loader, and remember each batch before it is yielded.
 
         A step may use several batches (gradient accumulation).
 
+        Args:
+            loader: The data loader, or any other iterable of batches.
+
         Raises:
-            StateError: This recorder was closed, or its session was.
+            StateError: This recorder was closed, or its :class:`castwise.Amp` was.
         """
         if self._closed:
             raise StateError("Recorder.batches: this recorder was closed; make a new one")
@@ -259,10 +269,14 @@ class Recorder(OfThisProcess):
     # --- records ----------------------------------------------------------------------------------------------
 
     def write(self, alarm: object = "asked for") -> None:
-        """Record the current or latest step if ``copies`` is set, else the next step. All ranks must call this.
+        """Request that a step is recorded, although it did not go wrong.
+
+        If ``copies`` is set, it is the current step, or the latest step if it is complete. Otherwise it is the next
+        step. All ranks must call this method.
 
         Args:
-            alarm: The reason, as text or any object. This method can thus be passed as ``on_alarm``.
+            alarm: The reason for the request, as text or any object. This method can thus be passed to a monitor as
+                ``on_alarm``.
         """
         if not self._wants("alarm"):
             return

@@ -16,23 +16,28 @@ from castwise.lab.timing.environment import environment
 
 @dataclass(frozen=True)
 class RegionSample:
-    """Statistics of one module in one sampled step. The module has parameters of its own. None stands for unobserved values.
+    """Statistics of one module in one sampled step.
+
+    The module has parameters of its own. A value is None if it could not be observed. Unless a line says otherwise,
+    "its" parameters and outputs are those of the module, without its submodules.
 
     Attributes:
-        path: Path of the module; ``""`` is the root.
-        grad_norm: L2 norm of the unscaled gradients of its parameters, before the optimizer's step.
-        weight_norm: L2 norm of its parameters before the step, or of their masters, if there are any.
-        update_ratio: Norm of the update divided by the norm of the weights, from at most ``ELEMENTS`` elements of each
-            parameter.
-        drift: How far its weights moved between the previous sample and this step: norm of the change divided by their norm.
-        output: Largest magnitude of its outputs.
-        near_overflow: Share of the elements of its fp16 outputs above an eighth of 65504.
-        zero: Share of exact zeros in the gradients of its fp16 outputs.
-        subnormal: Share of the nonzero elements of these gradients that are below fp16's smallest normal number.
-        underflow: Upper bound of the rounding error that subnormal numbers and zeros add to these gradients: squared error
-            divided by squared gradient.
-        lost_updates: Share of the squared norm of its updates that rounding has dropped since the previous sample, if
-            parameters are stored in bf16 or fp16 without masters.
+        path: The path of the module. It is empty for the model itself.
+        grad_norm: The L2 norm of the unscaled gradients of its parameters, before the optimizer's step.
+        weight_norm: The L2 norm of its parameters before the step, or of their fp32 master weights if these exist.
+        update_ratio: The norm of the update divided by the norm of the weights. It is computed from at most
+            ``ELEMENTS`` (16384) elements of each parameter.
+        drift: How far its weights moved between the previous sample and this step. It is the norm of the change
+            divided by the norm of the weights.
+        output: The largest magnitude of its outputs.
+        near_overflow: The share of the elements of its fp16 outputs that are above 65504 / 8. The largest fp16 number
+            is 65504.
+        zero: The share of exact zeros in the gradients of its fp16 outputs.
+        subnormal: The share of the nonzero elements of these gradients that are below fp16's smallest normal number.
+        underflow: An upper bound of the rounding error that subnormal numbers and zeros add to these gradients. It is
+            the squared error divided by the squared gradient.
+        lost_updates: The share of the squared norm of its updates that rounding has dropped since the previous
+            sample. It is measured if parameters are stored in bf16 or fp16 without fp32 master weights.
     """
 
     path: str
@@ -50,19 +55,20 @@ class RegionSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sampled step of one optimizer.
+    """The values that a :class:`castwise.Monitor` observed in one step of one optimizer.
 
     Attributes:
-        step: Number of the optimizer's step, including skipped steps; the first is 1.
-        optimizer: Index of the optimizer among the session's optimizers, from 0.
-        skipped: Whether the step was skipped; None if only the device knows.
-        skipped_steps: Number of skipped steps so far, of all optimizers.
-        loss_scale: Loss scale of the gradients; None under a plan without one.
-        grad_norm: L2 norm of all unscaled gradients of the optimizer's parameters.
-        update_ratio: Norm of the whole update divided by the norm of the weights.
-        lost_updates: As in :class:`RegionSample`, over all modules.
-        regions: The statistics of each module.
-        loss: The loss of the last microbatch, the largest of all ranks; None if it did not pass through the session.
+        step: The number of the optimizer's step, including skipped steps. The first step is 1.
+        optimizer: The index of the optimizer among those that the monitored :class:`castwise.Amp` prepared, from 0.
+        skipped: Whether the step was skipped. None if only the device knows.
+        skipped_steps: The number of skipped steps so far, of all optimizers.
+        loss_scale: The loss scale of the gradients. None under a plan without a loss scale.
+        grad_norm: The L2 norm of all unscaled gradients of the optimizer's parameters.
+        update_ratio: The norm of the whole update divided by the norm of the weights.
+        lost_updates: The same as in :class:`RegionSample`, over all modules.
+        regions: The statistics of each module that has parameters of its own.
+        loss: The loss of the last microbatch, the largest of all ranks. None if it was not passed to a method of the
+            :class:`castwise.Amp`, such as ``backward``.
     """
 
     step: int
@@ -77,7 +83,10 @@ class Sample:
     loss: float | None = None
 
     def scalars(self) -> dict[str, float]:
-        """Return every number by a slash-separated name, as loggers expect: ``grad_norm``, ``encoder.0/grad_norm``, ..."""
+        """Return every number of the sample by a name for loggers, such as ``grad_norm`` or ``encoder.0/grad_norm``.
+
+        The path of a module and the name of its value are separated by a slash.
+        """
         prefix = f"optimizer{self.optimizer}/" if self.optimizer else ""
         out: dict[str, float] = {}
         for name in _SCALARS:
@@ -98,18 +107,20 @@ _REGION_SCALARS = tuple(field.name for field in dataclasses.fields(RegionSample)
 
 @dataclass(frozen=True)
 class Alarm:
-    """A warning that a value of the training has crossed its line. It is raised once, and again only after it was cleared.
+    """A warning by a :class:`castwise.Monitor` that a value of the training has crossed a threshold.
+
+    An alarm is raised once. It is raised again only after the value has become good, which clears the alarm.
 
     Attributes:
-        kind: A key of ``castwise.lab.watch.LINES``.
-        step: The optimizer's step at which the alarm was raised.
-        region: Path of the module; ``""`` is the whole model.
-        value: The value that crossed the line.
-        line: The threshold that the value crossed.
+        kind: The kind of alarm, which is a key of ``castwise.lab.watch.LINES``.
+        step: The step of the optimizer at which the alarm was raised.
+        region: The path of the module. It is empty for the whole model.
+        value: The value that crossed the threshold.
+        line: The threshold.
         message: The problem and what to do about it, in a sentence or two.
-        cleared: The step at which the alarm was cleared; None while it is open. A cleared alarm is reported once more, with
-            this step.
-        optimizer: Index of the optimizer among the session's optimizers, from 0.
+        cleared: The step at which the alarm was cleared. None while the alarm is open. A cleared alarm is reported
+            once more, with this step.
+        optimizer: The index of the optimizer among those that the monitored :class:`castwise.Amp` prepared, from 0.
     """
 
     kind: str
@@ -124,20 +135,23 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Audit:
-    """A comparison of the plan's gradients with fp32's during training, at the weights of one step.
+    """A comparison of the plan's gradients with those of fp32 during training, at the weights of one step.
+
+    A plan decides the formats in which a model computes and stores its weights. The comparison measures the damage,
+    that is the relative squared error that the plan adds to an optimizer update.
 
     Attributes:
-        step: Number of the step after which the audit was made.
-        verdict: ``sound`` if the damage on the first few microbatches is far below the line at which plans fail. Else the
-            verdict of the gradient parity test on more microbatches: ``pass``, ``fail`` or ``undecided``. It is also
-            ``undecided`` if fp32 itself is no reference, for example because its loss is not finite.
+        step: The number of the step after which the audit was made.
+        verdict: ``sound`` if the damage on the first few microbatches is far below the threshold at which plans fail.
+            Otherwise more microbatches decide, as in :func:`castwise.parity`: ``pass``, ``fail`` or ``undecided``. It
+            is also ``undecided`` if fp32 itself cannot be the reference, for example because its loss is not finite.
         reason: The reason for the verdict, in a sentence.
-        damage: Relative squared error that the plan adds to an update; None if it was not computed.
-        adam: The damage in units of Adam's steps; None for other optimizers.
-        microbatches: Number of microbatches that were compared, on all ranks.
-        time_s: Wall-clock time of the audit, during which training waits.
-        regions: The modules that contribute most to the damage, the worst first: path and share.
-        rank: The rank whose audit this is: of all ranks' audits, the worst is reported.
+        damage: The damage. None if it was not computed.
+        adam: The damage in units of Adam's steps. None for other optimizers.
+        microbatches: The number of microbatches that were compared, on all ranks.
+        time_s: The time of the audit in seconds, during which training waits.
+        regions: The modules that contribute most to the damage, the worst first. Each entry is a path and a share.
+        rank: The rank that made this audit. Of the audits of all ranks, the worst is reported.
     """
 
     step: int
@@ -153,20 +167,21 @@ class Audit:
 
 @dataclass(frozen=True)
 class MonitorReport(Result):
-    """The results of a monitor so far.
+    """The results of a :class:`castwise.Monitor` so far.
 
     Attributes:
-        plan: The session's plan, as text.
+        plan: The plan of the training, as text.
         device: The type of device on which the training runs.
-        steps: Number of steps of the optimizer with the most steps.
-        skipped_steps: Number of skipped steps of all optimizers.
-        every: Steps between two samples.
+        steps: The number of steps of the optimizer with the most steps.
+        skipped_steps: The number of skipped steps of all optimizers.
+        every: The number of steps from one sample to the next.
         samples: The last 512 samples.
         alarms: The last 512 alarms that were raised.
         audits: The last 512 audits.
-        open_alarms: Alarms that are not yet cleared.
+        open_alarms: The alarms that were raised and are not yet cleared.
         unseen: Values that could not be observed and why, in sentences.
-        restored_buffers: For each buffer, how often a skipped step made it non-finite, so that it was restored.
+        restored_buffers: For each buffer, how often a skipped step made it non-finite. The buffer then got its last
+            finite values back.
     """
 
     kind: ClassVar[str] = "monitor"
@@ -183,9 +198,10 @@ class MonitorReport(Result):
     restored_buffers: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON types, from which reports are made.
+        """Return the result as a dict of values that JSON can hold.
 
-        Non-finite numbers become None, and ``not_finite`` of their sample or module names them.
+        castwise makes its reports from this dict. Non-finite numbers become None. The entry ``not_finite`` of each
+        sample and module names them.
         """
         out = super().to_dict()
         for row, sample in zip(out["samples"], self.samples, strict=True):
@@ -197,7 +213,13 @@ class MonitorReport(Result):
         return out
 
     def save(self, folder: str | Path) -> Path:
-        """Write ``monitor.json`` and, if its libraries are installed, the page ``monitor.html``; return the folder."""
+        """Write ``monitor.json`` and ``monitor.html``, a page for a browser, into a folder, and return the folder.
+
+        If a library for the page is not installed, a warning is given and only the JSON file is written.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
+        """
         home = Path(folder)
         made_on = dataclasses.asdict(environment(torch.device(self.device)))
         self._save(

@@ -56,6 +56,10 @@ class _Suspect:
 class Recovery(OfThisProcess, Result):
     """Returns a diverged training run to its last good state and removes the cause of the divergence.
 
+    Use it around the batches of a training loop. It saves the state of the training (a good state) at regular
+    intervals and checks each step. If the training diverges, it restores the last good state, and the loop repeats
+    the steps since then with one change that removes the cause.
+
     .. code-block:: python
 
         recovery = castwise.Recovery(amp, model, optimizer, loss, "runs/a/good", also={"scheduler": scheduler})
@@ -65,46 +69,56 @@ class Recovery(OfThisProcess, Result):
             optimizer.zero_grad()
             scheduler.step()
 
-    A step has diverged in three cases: its loss is not finite; or three steps in a row are skipped that no loss scale would
-    save; or the loss is far above earlier losses, at once or five times in a row (``castwise.lab.watch.losses`` defines the
-    limit). Then weights, optimizer, loss scale, random generators and ``also`` are restored to the last good state, and
-    ``batches`` yields the same batches again. Before the diverged step is repeated, the cause is found on a copy of the model
-    and removed. A skipped step whose batch holds NaN or infinities needs no return: only the loss scale is restored.
+    The training has diverged in any of three cases:
 
-    Returns do not help if ``attempts`` returns in a row make no progress, or if more than 24 steps within 2400 would be
-    skipped. Then the last good state is restored, the steps skipped since then are repeated, and high finite losses no longer
-    count as divergence. If the losses were not finite, this recovery stops and the training continues with ``nonfinite="skip"``
-    alone.
+    - The loss of a step is not finite.
+    - Three steps in a row are skipped, and no smaller loss scale would prevent this.
+    - The loss is far above earlier losses. One very high loss is enough, or five high losses in a row.
+      ``castwise.lab.watch.losses`` defines the limits.
 
-    At each step the host waits for the loss. With several ranks, every rank makes the same recovery and all ranks return
-    together. The loss of a step is then the mean over ranks. Under FSDP2 each rank saves its own shards in a good state. To
-    find a cause, each rank gathers the whole model once and needs the memory for it meanwhile.
+    Then weights, optimizers, loss scale, random generators and the objects in ``also`` are restored, and ``batches``
+    yields the same batches again. Before the diverged step is repeated, its cause is found on a copy of the model.
+    The cause is removed by skipping the batch, changing a format, or lowering the loss scale. If only the weights
+    were damaged, nothing is changed. If a step was skipped because its batch holds NaN or infinities, no return is
+    needed, and only the loss scale is restored.
+
+    The recovery gives up if ``attempts`` returns in a row make no progress, or if more than 24 steps within 2400
+    would be skipped. It then restores the last good state and repeats the steps that were skipped since. If losses
+    were high but finite, they no longer count as divergence from then on. If losses were not finite, the recovery
+    stops. The training then continues with ``nonfinite="skip"`` alone.
+
+    At each step the host waits for the loss. With several ranks, every rank makes the same recovery, and all ranks
+    return together. The loss of a step is then the mean over the ranks. Under FSDP2, each rank saves its own shards
+    in a good state. To find a cause, each rank gathers the whole model once and needs the memory for it meanwhile.
 
     Args:
-        amp: The session, with ``nonfinite="skip"``, the default.
-        model: The prepared model; it may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
-        optimizers: The model's optimizers.
-        loss: The loss of a batch, as the loop computes it from a batch that the loader yields; as for :func:`castwise.replay`.
-        folder: Folder for the good states of this recovery only, and for its log ``recovery.jsonl``.
-        also: Further objects to restore, by name, with ``state_dict`` and ``load_state_dict``: schedulers, averages of weights.
-        every: Steps between two good states.
-        attempts: Largest number of returns in a row without progress. Skipping a batch is progress, and so is a divergence more
-            than five steps later, or a new good state.
+        amp: The :class:`castwise.Amp` that prepared the model, with ``nonfinite="skip"``, its default.
+        model: The prepared model. It may be wrapped in DistributedDataParallel, FSDP2 or ``torch.compile``.
+        optimizers: The optimizer of the model, or several optimizers.
+        loss: A function ``loss(model, batch)`` that computes the loss as the loop does, from a batch that the loader
+            yields. It has the form that :func:`castwise.replay` describes.
+        folder: A folder for the good states and the log ``recovery.jsonl``. No other recovery may use it.
+        also: Further objects to restore, by name, such as schedulers and averages of weights. They need
+            ``state_dict`` and ``load_state_dict``.
+        every: The number of steps from one good state to the next.
+        attempts: The largest number of returns in a row without progress. It is progress if a batch is skipped, if a
+            new good state is saved, or if the next divergence is more than five steps later.
         spikes: Whether high finite losses count as divergence. If not, only non-finite values do.
-        keep_bytes: Largest total size of the kept batches. If they would be larger, the earliest are discarded, and a return
-            continues with the remaining batches.
+        keep_bytes: The largest total size in bytes of the batches that are kept for repetition. If they would be
+            larger, the earliest are discarded. A return then continues with the remaining batches.
 
     Raises:
-        PlanError: A number is below 1, ``amp`` is not a session, ``loss`` is not a function, or an object in ``also`` has no
-            ``state_dict``.
-        StateError: The model was not prepared by this session, is a pipeline stage, or has hand-written shards.
+        PlanError: A number is below 1, ``amp`` is not a :class:`castwise.Amp`, ``loss`` is not a function, or an
+            object in ``also`` has no ``state_dict``.
+        StateError: The model was not prepared by ``amp``, is a pipeline stage, or holds weights that your own code has
+            split over ranks.
     """
 
     kind: ClassVar[str] = "recovery"
     returns: tuple[Rollback, ...]
-    """The returns so far."""
+    """All returns to a good state so far, and all skipped steps that needed no return, in order."""
     step: int
-    """Number of the last batch yielded, in data order; a return lowers it."""
+    """The number of the last batch that was yielded, in data order. A return to a good state lowers it."""
 
     def __init__(
         self,
@@ -153,22 +167,29 @@ class Recovery(OfThisProcess, Result):
         self.close()
 
     def close(self) -> None:
-        """Stop watching the session. Good states stay on disk. A loop that is repeating batches repeats the rest of them."""
+        """Stop watching the training. Good states stay on disk.
+
+        If the loop is repeating batches, it repeats the rest of them.
+        """
         self._closed = True
         self._symptoms.end()
         self._symptoms.clear()
         self._data.forget_past()
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches of a loader. After a return, the batches since the good state come again before new batches.
+        """Yield the batches of a loader, and repeat some of them if the training returns to a good state.
 
-        Call it once per epoch. It first saves a good state, and no return goes back beyond that state. Changes between two
-        epochs, such as a scheduler's step, are thus kept.
+        After a return, the batches since the good state are yielded again, followed by new batches. Call this method
+        once per epoch. Each call first saves a good state, and the training never returns to a state before it.
+        Changes between two epochs, such as a scheduler's step, are thus kept.
+
+        Args:
+            loader: The data loader, or any other iterable of batches.
 
         Raises:
             DivergedError: Weights are not finite, and ``attempts`` returns did not help.
-            CheckpointError: There is no good state to go back to, or it cannot be read.
-            StateError: This recovery or its session was closed, or steps are made without a loss.
+            CheckpointError: No good state exists, or the good state cannot be read.
+            StateError: This recovery or its :class:`castwise.Amp` was closed, or steps are made without a loss.
         """
         if self._closed:
             raise StateError("Recovery.batches: this recovery was closed; make a new one")
@@ -463,7 +484,11 @@ class Recovery(OfThisProcess, Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``recovery.json`` into a folder, and return the path of the file."""
+        """Write ``recovery.json`` into a folder, and return the path of the file.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
+        """
         path = Path(folder) / "recovery.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_json() + "\n")

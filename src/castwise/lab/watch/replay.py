@@ -188,27 +188,28 @@ def _check(content: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Replay(Result):
-    """The result of running a recorded step again.
+    """The result of :func:`castwise.replay`, which runs a recorded training step again.
 
     Attributes:
-        path: Folder of the record.
-        step: Number of the recorded step.
-        reason: Why the step was recorded.
-        recorded_plan: The plan of the recorded run.
+        path: The folder of the record.
+        step: The number of the recorded step.
+        reason: The reason why the step was recorded.
+        recorded_plan: The plan of the recorded run. A plan decides the formats in which a model computes and stores
+            its weights.
         plan: The plan of this run.
         recorded_losses: The recorded losses, in order.
-        losses: The losses of this run.
-        recorded_nonfinite: Parameters with non-finite gradients in the recorded run.
-        nonfinite: Parameters with non-finite gradients in this run.
-        exact: Whether the losses are bit-identical and the same gradients are not finite. It is None under another plan or on
-            another kind of device, where they need not be.
-        notes: Obstacles to an exact result.
-        first: The first operator with finite inputs and a non-finite output, from :func:`castwise.first_nonfinite`. It is None
-            if everything is finite or ``find`` was False.
-        world_size: Number of ranks that made the recorded step.
+        losses: The losses of this run, in the same order.
+        recorded_nonfinite: The names of the parameters that had non-finite gradients in the recorded run.
+        nonfinite: The names of the parameters that have non-finite gradients in this run.
+        exact: Whether all losses are bit-identical and the same gradients are not finite. It is None under another
+            plan or on another kind of device, where they may differ.
+        notes: The obstacles to an exact result, in sentences.
+        first: The first operator that turned finite inputs into a non-finite output, as found by
+            :func:`castwise.first_nonfinite`. It is None if everything is finite, or if ``find`` was False.
+        world_size: The number of ranks that made the recorded step.
         ranks: The rank of each recorded loss.
-        gradients: Gradients by parameter name, multiplied by the loss scale, as backward left them. With several ranks, the
-            mean. Not in :meth:`to_dict`.
+        gradients: The gradients by parameter name, as backward left them, so they are multiplied by the loss scale.
+            With several ranks, they are the mean over the ranks. :meth:`to_dict` leaves them out.
     """
 
     kind: ClassVar[str] = "replay"
@@ -231,7 +232,7 @@ class Replay(Result):
 
     @property
     def finite(self) -> bool:
-        """Whether losses and gradients of this run are finite."""
+        """Whether all losses and gradients of this run are finite."""
         return not self.nonfinite and all(map(math.isfinite, self.losses))
 
     def _fields(self) -> dict[str, Any]:
@@ -249,12 +250,20 @@ class Replay(Result):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write ``replay.json`` and the files of :attr:`first` into a folder; return the folder."""
+        """Write ``replay.json`` and the files of :attr:`first` into a folder, and return the folder.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
+        """
         self.write(Path(folder))
         return Path(folder)
 
     def write(self, folder: Path) -> list[Path]:
-        """Do the same as :meth:`save`, but return the paths of the files."""
+        """Write the same files as :meth:`save` into a folder, and return their paths.
+
+        Args:
+            folder: The output folder, which is created if it does not exist.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         written = [folder / "replay.json"]
         write_whole(written[0], self.to_json() + "\n")
@@ -280,36 +289,42 @@ def replay(
     rank: int | None = None,
     find: bool = True,
 ) -> Replay:
-    """Run a recorded step again, on a copy of the model.
+    """Run a training step again that a :class:`castwise.Recorder` recorded, on a copy of the model.
 
-    Forward and backward of each microbatch start from the recorded weights, buffers, training modes, random states and loss
-    scale. On a CPU, with the torch version and number of threads of the recording, losses and gradients are bit-identical.
+    Use this to find out why the step went wrong, or whether it goes well under another plan. A plan decides the
+    formats in which a model computes and stores its weights.
 
-    A step of several ranks, replicated or sharded by FSDP2, runs in this one process on the whole model. Each rank's
-    microbatches start from the common initial weights, and their gradients are then averaged. Under tensor parallelism ranks
-    sum in another order. The result is then only close, and it differs if there is dropout between sharded layers.
+    Forward and backward of each microbatch start from the recorded weights, buffers, training modes, random states
+    and loss scale. The losses and gradients are bit-identical to the recorded ones on a CPU with the same torch
+    version and number of threads.
+
+    If several ranks made the step, replicated or sharded by FSDP2, this one process runs the whole model for each of
+    them. The microbatches of each rank start from the common initial weights, and their gradients are then averaged.
+    Under tensor parallelism, the ranks had added numbers in another order. The result is then only close, and it
+    differs if there is dropout between sharded layers.
 
     Args:
-        folder: A record of a :class:`~castwise.lab.watch.recorder.Recorder`, or a folder of records, of which the newest is
-            used.
-        model: A model with the structure of the recorded model and any weights, prepared or not; by default the workload's
-            model.
-        loss: ``loss(model, batch)``, the training's loss of a batch as the loader yields it. Several losses of one batch are
-            returned as a mapping by name, or as a sequence of losses with one name.
-        workload: Name of the workload that provides model and loss if they are not given. A workload is code that is run, and
-            the record may come from another user. A name that stands only in the record is therefore never imported.
-        plan: The plan to run under; by default the recorded plan.
-        device: The device to run on; by default a device of the recorded kind.
-        rank: The rank whose part is run; by default the parts of all ranks are run, one after the other.
-        find: Whether to find the first operator with a non-finite output (:func:`castwise.first_nonfinite`), if a loss or
-            gradient is not finite.
+        folder: A record of a :class:`castwise.Recorder`, or a folder of records, of which the newest is used.
+        model: A model with the structure of the recorded model, prepared or not. Its weights do not matter. By
+            default it is the model of the workload.
+        loss: A function ``loss(model, batch)`` that returns the training's loss of a batch as the loader yields it.
+            If a batch has several losses, the function returns a mapping from their names to them, or a sequence of
+            losses that share a name. By default it is the loss of the workload.
+        workload: The name of the workload that provides ``model`` and ``loss`` if they are not given. A workload is
+            code that is run, and the record may come from another user. Therefore a name that only the record
+            contains is never imported.
+        plan: The plan to run under. By default it is the recorded plan.
+        device: The device to run on. By default it is a device of the recorded kind.
+        rank: The rank whose part of the step is run. By default the parts of all ranks are run, one after the other.
+        find: Whether to find the first operator with a non-finite output, as :func:`castwise.first_nonfinite` does,
+            if a loss or gradient is not finite.
 
     Returns:
-        Losses and gradients, recorded and new.
+        The losses and gradients of the recorded run and of this run.
 
     Raises:
-        CheckpointError: There is no complete record, or it was made with another model.
-        StateError: Neither model and loss nor a workload is given. The message names the recorded workload.
+        CheckpointError: No complete record was found, or the record was made with another model.
+        StateError: Neither ``model`` and ``loss`` nor ``workload`` is given. The message names the recorded workload.
         WorkloadError: The loss is invalid.
         PlanError: The given rank did not write the record.
     """

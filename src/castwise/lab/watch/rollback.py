@@ -17,17 +17,19 @@ WARNED = 3
 
 @dataclass(frozen=True)
 class Rollback:
-    """One return of a training to a good state, or one step that was skipped and needed no return.
+    """One event of a :class:`castwise.Recovery`: a return to a good state, or a skipped step that needed no return.
 
     Attributes:
-        step: The step that diverged, in data order.
-        to_step: The step from which the training continued. If no return was needed, it is the next step.
+        step: The number of the step that diverged, in data order.
+        to_step: The number of the step from which the training continued. If no return was needed, it is the next
+            step.
         symptom: How the divergence was detected.
-        cause: ``batch``, ``update`` (the update of the step before damaged the weights), ``format``, ``loss scale``,
-            ``transient``, or ``unknown`` if the step was not repeated.
-        evidence: The runs that were made and their results.
+        cause: The cause of the divergence: ``batch``, ``update``, ``format``, ``loss scale``, ``transient`` or
+            ``unknown``. ``update`` means that the previous step's update damaged the weights. ``unknown`` means that
+            the step was not repeated.
+        evidence: The runs that were made to find the cause, and their results.
         action: The change that was made.
-        plan: The line of the plan under which the training continued.
+        plan: The plan under which the training continued, in its one-line text form.
     """
 
     step: int

@@ -47,16 +47,18 @@ options."""
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How to split a model into pipeline stages, with the input, the target and the loss of the pipeline.
+    """The functions that split a workload's model into pipeline stages and compute its loss.
 
     Attributes:
-        split: ``split(model, stages)`` -> as many modules as there are stages. The first takes the inputs, and each other
-            module takes the output of the module before it. Together they hold all of the model's modules under the model's own
-            state-dict keys. A parameter may be in several of them, such as tied embeddings.
-        inputs: ``inputs(batch)`` -> the arguments of the first stage.
-        target: ``target(batch)`` -> the target of the loss.
-        loss: ``loss(output, target)`` -> floating tensor with one element: the mean over the batch, from the output of the last
-            stage. It is computed per microbatch, so BatchNorm normalises per microbatch.
+        split: A function ``split(model, stages)`` that returns as many modules as ``stages``. The first module takes
+            the inputs. Each other module takes the output of the module before it. Together they have all of the
+            model's modules, under the model's own state-dict keys. A parameter may be in several of them, such as
+            tied embeddings.
+        inputs: A function ``inputs(batch)`` that returns the arguments of the first stage.
+        target: A function ``target(batch)`` that returns the target of the loss.
+        loss: A function ``loss(output, target)`` that returns a floating tensor with one element. It is the mean over
+            the batch, computed from the output of the last stage. It is called for each microbatch, so BatchNorm
+            normalises each microbatch by itself.
     """
 
     split: Callable[[nn.Module, int], Sequence[nn.Module]]
@@ -74,22 +76,40 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training job that a command can run.
+    """A training job: the functions that make a model, an optimizer, batches and a loss.
+
+    Describe your own training with it, so that :func:`castwise.tune`, :func:`castwise.bench` and the commands of
+    ``castwise`` can run it.
+
+    ::
+
+        job = castwise.Workload(
+            "job",
+            model=lambda: Net(),
+            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+            batches=make_batches,
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        )
 
     Attributes:
-        name: Short name, for tables and file names.
-        model: Makes the model on the CPU, with weights drawn from torch's global generator.
-        optimizer: Makes the optimizer from the model's parameters.
-        batches: ``batches(seed)`` -> endless iterator of batches: tensors on the CPU in tuples, lists or mappings. The same
-            seed gives the same batches.
-        loss: ``loss(model, batch)`` -> floating tensor with one element; the batch is on the model's device.
-        evaluate: Returns metrics by name from the trained model, which is in evaluation mode and without gradients.
+        name: A short name, for tables and file names.
+        model: A function that makes the model on the CPU, with weights drawn from torch's global generator.
+        optimizer: A function ``optimizer(params)`` that makes the optimizer from the model's parameters.
+        batches: A function ``batches(seed)`` that returns an endless iterator of batches. A batch has tensors on the
+            CPU, in tuples, lists or mappings. The same seed gives the same batches.
+        loss: A function ``loss(model, batch)`` that returns a floating tensor with one element. The batch is on the
+            model's device.
+        evaluate: A function ``evaluate(model)`` that returns metrics by name. The trained model is in evaluation
+            mode, and gradients are off.
         description: One sentence about the job.
-        picture: Returns images by name from the trained model, ``target`` and ``prediction``, each ``[height, width]``.
-        shards: Returns the model's tensor-parallel split: module path to style, as for ``parallelize_module``.
-        blocks: Returns the modules that FSDP2 shards individually; by default the members of each ``ModuleList`` and
-            ``Sequential``. The remaining parameters are sharded with the model itself.
-        pipeline: The model's pipeline-parallel split.
+        picture: A function ``picture(model)`` that returns two images of the trained model by name, ``target`` and
+            ``prediction``, each of shape ``[height, width]``.
+        shards: A function ``shards(model)`` that returns the model's tensor-parallel split. It maps module paths to
+            parallel styles, as for ``parallelize_module``.
+        blocks: A function ``blocks(model)`` that returns the modules that FSDP2 shards individually. By default these
+            are the members of each ``ModuleList`` and ``Sequential``. The remaining parameters are sharded with the
+            model itself.
+        pipeline: The model's split into pipeline stages, a :class:`castwise.workload.Pipeline`.
     """
 
     name: str
@@ -134,18 +154,19 @@ class Workload:
 
 
 def find_workload(spec: str) -> Workload:
-    """Find a workload by its name, as typed on the command line.
+    """Return the workload (a training job) that has a name, as it is typed on the command line.
 
     Args:
-        spec: ``sine``, ``gpt?layers=4&width=384`` (a built-in with options), ``path/to/file.py:attribute`` or
-            ``package.module:attribute``. The attribute is a :class:`castwise.Workload` or a function without arguments
-            that returns one. A file's folder joins ``sys.path``, as if the file were run as a script.
+        spec: The name of a built-in workload such as ``sine``, a built-in with options such as
+            ``gpt?layers=4&width=384``, ``path/to/file.py:attribute`` or ``package.module:attribute``. The attribute
+            is a :class:`castwise.Workload`, or a function without arguments that returns one. The folder of a file
+            joins ``sys.path``, as if the file were run as a script.
 
     Returns:
         The workload.
 
     Raises:
-        WorkloadError: There is no such workload, it cannot be imported, or it is not a workload.
+        WorkloadError: No such workload exists, it cannot be imported, or it is not a workload.
     """
     if not isinstance(spec, str) or not spec.strip():
         raise WorkloadError(
