@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 
 from castwise.bridges.scripts.lint.result import Fault, Lint
-from castwise.bridges.scripts.reading.library import check_libcst
 
 __all__ = ["Fault", "Lint", "lint"]
 
@@ -28,9 +27,7 @@ def lint(path: str | os.PathLike[str]) -> Lint:
 
     Raises:
         LintError: There is no such path.
-        MissingLibraryError: LibCST is not installed.
     """
-    check_libcst("doctor --lint")
     from castwise.bridges.scripts.lint.files import lint_files
 
     return lint_files(path)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 
+from castwise.bridges.scripts.lint.explore import Exploration
+from castwise.bridges.scripts.lint.program import parse
 from castwise.bridges.scripts.lint.result import Fault, Lint
-from castwise.bridges.scripts.lint.rules import faults
-from castwise.bridges.scripts.reading.files import decode, reason, scripts_below
+from castwise.bridges.scripts.reading.files import reason, scripts_below
 from castwise.errors import LintError
 
-_CONCERNS = re.compile(rb"autocast|GradScaler|\bhalf\b|b?float16")
+_CONCERNS = re.compile(
+    rb"autocast|GradScaler|\bhalf\b|b?float16|[-_\"'\s](amp|fp16|bf16|(mixed[-_])?precision)[\"'\s:]"
+)
 """Text that a file must contain to be parsed at all."""
+_IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([\w.]+))", re.MULTILINE)
+_IGNORED = re.compile(r"#\s*castwise:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 
 def lint_files(path: str | os.PathLike[str]) -> Lint:
-    """Do the work of :func:`castwise.bridges.scripts.lint.lint`, after LibCST was imported.
+    """Do the work of :func:`castwise.bridges.scripts.lint.lint`.
 
     Raises:
         LintError: There is no such path.
@@ -25,13 +31,44 @@ def lint_files(path: str | os.PathLike[str]) -> Lint:
     if not given.exists():
         raise LintError(f"doctor --lint: there is no file or folder {str(given)!r}")
     files = scripts_below(given)[0] if given.is_dir() else [given]
-    found: list[Fault] = []
+    found: set[Fault] = set()
     problems: list[tuple[Path, str]] = []
+    lines: dict[Path, list[str]] = {}
     for file in files:
         try:
             raw = file.read_bytes()
-            if _CONCERNS.search(raw):
-                found += faults(decode(raw)[0], file)
+            if _CONCERNS.search(raw) or _imports_a_concern(raw, file):
+                parse(raw)
+                found |= {each for each in Exploration(file).faults() if not _is_ignored(each, lines)}
         except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
             problems.append((file, f"cannot be read: {reason(error) or type(error).__name__}"))
-    return Lint(tuple(sorted(found)), len(files), tuple(problems))
+    return Lint(_once(found), len(files), tuple(problems))
+
+
+def _imports_a_concern(raw: bytes, file: Path) -> bool:
+    """Whether a file beside the script that it imports contains such text."""
+    for found in _IMPORTS.finditer(raw):
+        name = (found[1] or found[2]).decode().lstrip(".").replace(".", "/")
+        other = file.parent / f"{name}.py"
+        with contextlib.suppress(OSError):
+            if other.is_file() and _CONCERNS.search(other.read_bytes()):
+                return True
+    return False
+
+
+def _is_ignored(fault: Fault, lines: dict[Path, list[str]]) -> bool:
+    """Whether a comment in the line switches the rule off: ``# castwise: ignore`` or ``# castwise: ignore[rule, ...]``."""
+    if fault.path not in lines:
+        lines[fault.path] = fault.path.read_text(errors="replace").splitlines()
+    said = _IGNORED.search(lines[fault.path][fault.line - 1])
+    return said is not None and (said[1] is None or fault.rule in re.split(r"[\s,]+", said[1]))
+
+
+def _once(found: set[Fault]) -> tuple[Fault, ...]:
+    """The findings without those that a run of another file has found too; one that needs no flag comes before one that does."""
+    first: dict[tuple[Path, int, str], Fault] = {}
+    for each in sorted(found):
+        key = each.path.resolve(), each.line, each.rule
+        if key not in first or (first[key].when and not each.when):
+            first[key] = each
+    return tuple(sorted(first.values()))

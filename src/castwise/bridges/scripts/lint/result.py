@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_STYLES = {"error": "red", "warning": "yellow"}
+
+
 @dataclasses.dataclass(frozen=True, order=True)
 class Fault:
     """A precision error that raises no exception.
@@ -20,6 +23,8 @@ class Fault:
         rule: Short name of the rule.
         why: The effect, in a sentence without a full stop.
         instead: What to write.
+        severity: ``error`` if a training or a checkpoint is wrong, ``warning`` if it is worse or slower than it could be.
+        when: The flags of the script that switch the error on; empty if it is always there.
     """
 
     path: Path
@@ -27,6 +32,12 @@ class Fault:
     rule: str
     why: str
     instead: str
+    severity: str = "warning"
+    when: str = ""
+
+    def said(self) -> str:
+        """The effect, and under which flags."""
+        return f"when {self.when}: {self.why}" if self.when else self.why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +76,9 @@ class Lint:
         for one in self.findings:
             console.print(
                 Text.assemble(
-                    (f"{one.path}:{one.line}: ", "bold"), (f"{one.rule}: ", "yellow"), f"{one.why}."
+                    (f"{one.path}:{one.line}: ", "bold"),
+                    (f"{one.severity}: {one.rule}: ", _STYLES[one.severity]),
+                    f"{one.said()}.",
                 ),
                 soft_wrap=True,
             )

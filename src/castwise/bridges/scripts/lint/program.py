@@ -1,0 +1,82 @@
+"""The files of a program: a script, and the files beside it that it imports."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from pathlib import Path
+
+from castwise.bridges.scripts.lint.values import Module
+from castwise.bridges.scripts.reading.files import decode
+
+
+def parse(raw: bytes) -> tuple[ast.Module, str]:
+    """The syntax tree of a file, and its text.
+
+    Raises:
+        SyntaxError: It is not Python, or nested too deeply.
+        ValueError: Its text cannot be decoded.
+    """
+    text = decode(raw)[0]
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            return ast.parse(text), text
+        except (RecursionError, MemoryError):
+            raise SyntaxError("its expressions are nested too deeply") from None
+
+
+class Program:
+    """Parses each file once, and finds the files that an import names.
+
+    Args:
+        path: The script that is started.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.root = path.parent
+        while (self.root / "__init__.py").is_file() and self.root != self.root.parent:
+            self.root = self.root.parent
+        self._trees: dict[Path, tuple[ast.Module, str] | None] = {}
+
+    def text(self) -> str:
+        """The text of all files that were read."""
+        return "\n".join(each[1] for each in self._trees.values() if each)
+
+    def load(self, path: Path) -> Module:
+        """A file as a module without values.
+
+        Raises:
+            SyntaxError: It is not Python, or nested too deeply.
+            ValueError: Its text cannot be decoded.
+            OSError: It cannot be read.
+        """
+        found = self._trees.get(path)
+        if found is None:
+            found = self._trees[path] = parse(path.read_bytes())
+        return Module(path, found[0], self.root)
+
+    def find(self, name: str, level: int, importer: Path) -> Path | None:
+        """The file that an import names, if it lies in the program's folder and can be parsed."""
+        if level:
+            start = importer.parent
+            for _ in range(level - 1):
+                start = start.parent
+            starts = [start]
+        else:
+            starts = [importer.parent, self.root]
+        parts = [part for part in name.split(".") if part]
+        for start in starts:
+            base = start.joinpath(*parts)
+            for path in (base.with_suffix(".py") if parts else base / "__init__.py", base / "__init__.py"):
+                if self._is_readable(path):
+                    return path
+        return None
+
+    def _is_readable(self, path: Path) -> bool:
+        if path not in self._trees:
+            try:
+                self._trees[path] = parse(path.read_bytes()) if path.is_file() else None
+            except (OSError, SyntaxError, ValueError, LookupError):
+                self._trees[path] = None
+        return self._trees[path] is not None

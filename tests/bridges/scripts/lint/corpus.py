@@ -1,0 +1,71 @@
+"""Scripts written in the forms of public ones, with faults marked in their lines, and sound scripts that come close to faults.
+
+Each file of the folder ``corpus`` holds many programs: a line ``##### name/file.py`` begins a file, and ``name`` is the
+program. A faulty line ends with ``# fault: rule``, or ``# fault: rule when flag``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from castwise.bridges.scripts.lint import Fault, lint
+
+FOLDER = Path(__file__).with_name("corpus")
+_BEGINS = re.compile(r"^##### (\S+)\n", re.MULTILINE)
+_MARK = re.compile(r"# fault: ([\w-]+)")
+_NEAR = 3
+"""A fault may be reported in the line of its statement or in that of what the statement contains."""
+
+
+class Program(NamedTuple):
+    """The name of a program, and its files: the text by the name in its folder."""
+
+    name: str
+    files: dict[str, str]
+
+    def marks(self) -> set[tuple[str, int, str]]:
+        """The faults that are in it: file, line and rule."""
+        return {
+            (file, number, found[1])
+            for file, text in self.files.items()
+            for number, line in enumerate(text.splitlines(), 1)
+            if (found := _MARK.search(line))
+        }
+
+    def check(self, folder: Path) -> tuple[Fault, ...]:
+        """Write it to a folder and check it; the marks are not written."""
+        for file, text in self.files.items():
+            path = folder / self.name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(re.sub(r"\s*# fault: .*", "", text))
+        return lint(folder / self.name).findings
+
+
+def programs(kind: str) -> Iterator[Program]:
+    """The programs with faults of one kind, or the ``sound`` ones."""
+    parts = _BEGINS.split((FOLDER / f"{kind}.txt").read_text())[1:]
+    found: dict[str, dict[str, str]] = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        program, _, file = name.partition("/")
+        found.setdefault(program, {})[file] = text
+    return (Program(name, files) for name, files in found.items())
+
+
+def kinds() -> list[str]:
+    """The kinds of faults."""
+    return sorted(path.stem for path in FOLDER.glob("*.txt") if path.stem != "sound")
+
+
+def compare(program: Program, findings: tuple[Fault, ...]) -> tuple[set[tuple[str, int, str]], list[Fault]]:
+    """The marked faults that were not found, and the findings that no mark explains."""
+    marks = program.marks()
+
+    def fits(fault: Fault, mark: tuple[str, int, str]) -> bool:
+        file, line, rule = mark
+        return fault.path.as_posix().endswith(file) and fault.rule == rule and abs(fault.line - line) <= _NEAR
+
+    missed = {mark for mark in marks if not any(fits(fault, mark) for fault in findings)}
+    return missed, [fault for fault in findings if not any(fits(fault, mark) for mark in marks)]
