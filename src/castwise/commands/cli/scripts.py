@@ -46,6 +46,8 @@ def run(
     follower.begin()
     if (gate := Gate.of_this_process(follower)) is not None:
         gate.begin()
+    elif os.environ.get("RANK", "0") == "0":
+        _say_faults(script, is_module=module)
     try:
         execute(script, arguments or (), is_module=module)
     except EnoughError:
@@ -88,6 +90,7 @@ def try_(
         from castwise.bridges.run import try_script
 
         chosen = plans_in(plans)
+        _say_faults(script, is_module=module)
         result = try_script(
             script,
             arguments or (),
@@ -101,6 +104,16 @@ def try_(
             progress=True,
         )
         answer(result, lambda: [Path(file) for file in result.files])
+
+
+def _say_faults(script: str, *, is_module: bool) -> None:
+    """Print the precision problems of a script to the error output, in a line each."""
+    from castwise.bridges.scripts.lint import lint
+
+    path = Path(f"{script.replace('.', '/')}.py" if is_module else script)
+    if path.is_file():
+        for each in lint(path).findings:
+            typer.echo(each.line_of_text(), err=True)
 
 
 def migrate(

@@ -228,3 +228,58 @@ def test_it_imports_no_torch(tmp_path: Path) -> None:
     script.write_text(HEAD + LOOP)
     code = f"import sys; from castwise.bridges.scripts.lint import lint; assert not lint({str(script)!r}).findings; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_comment_in_the_line_switches_rules_off(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = FAULTS["clip-before-unscale"][0]
+    line = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    for comment, left in (
+        ("# castwise: ignore", 0),
+        ("# castwise: ignore[clip-before-unscale]", 0),
+        ("# castwise: ignore[scaler-not-saved, clip-before-unscale]", 0),
+        ("# castwise: ignore[scaler-not-saved]", 1),
+    ):
+        script.write_text(text.replace(line, f"{line}  {comment}"))
+        assert len(lint(script).findings) == left, comment
+
+
+def test_a_fault_of_another_file_is_reported_once(tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(
+        "from torch.nn.utils import clip_grad_norm_ as clip\n"
+        "def update(scaler, optimizer, loss, model):\n"
+        "    scaler.scale(loss).backward()\n"
+        "    clip(model.parameters(), 1.0)\n"
+        "    scaler.step(optimizer)\n"
+        "    scaler.update()\n"
+    )
+    loop = LOOP.split("    scaler.scale")[0] + "    update(scaler, optimizer, loss, model)\n"
+    (tmp_path / "train.py").write_text("from engine import update\n" + HEAD + loop)
+    for path in (tmp_path, tmp_path / "train.py"):
+        assert [(one.path.name, one.line, one.rule) for one in lint(path).findings] == [
+            ("engine.py", 4, "clip-before-unscale")
+        ]
+
+
+def test_a_script_that_never_ends_or_calls_itself_is_checked(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD
+        + "def again(n):\n    again(n - 1)\n    return again(n)\n"
+        + "while True:\n    again(3)\n"
+        + "    while True:\n        pass\n"
+        + FAULTS["clip-before-unscale"][0].removeprefix(HEAD)
+    )
+    assert [one.rule for one in lint(script).findings] == ["clip-before-unscale"]
+
+
+@pytest.mark.parametrize("command", [["run", "--plan", "fp32"], ["doctor", "--lint"]])
+def test_commands_name_each_finding_once_in_a_line(command: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("loader = range(0)\n" + FAULTS["clip-before-unscale"][0].replace('"cuda"', '"cpu"').replace("float16", "bfloat16"))  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-m", "castwise", *command, str(script)], capture_output=True, text=True, check=False
+    )
+    said = [line for line in (ran.stdout + ran.stderr).splitlines() if "clip-before-unscale" in line]
+    assert len(said) == 1
+    assert f"{script}:15: error: clip-before-unscale: " in said[0]

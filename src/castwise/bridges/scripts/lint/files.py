@@ -16,7 +16,7 @@ from castwise.errors import LintError
 _CONCERNS = re.compile(
     rb"autocast|GradScaler|\bhalf\b|b?float16|[-_\"'\s](amp|fp16|bf16|(mixed[-_])?precision)[\"'\s:]"
 )
-"""Text that a file must contain to be parsed at all."""
+"""Words of mixed precision."""
 _IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([\w.]+))", re.MULTILINE)
 _IGNORED = re.compile(r"#\s*castwise:\s*ignore(?:\[([\w\s,-]*)\])?")
 
@@ -37,23 +37,32 @@ def lint_files(path: str | os.PathLike[str]) -> Lint:
     for file in files:
         try:
             raw = file.read_bytes()
-            if _CONCERNS.search(raw) or _imports_a_concern(raw, file):
-                parse(raw)
-                found |= {each for each in Exploration(file).faults() if not _is_ignored(each, lines)}
+            if not _is_concerned(raw, file):
+                continue
+            parse(raw)
+            exploration = Exploration(file)
         except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
             problems.append((file, f"cannot be read: {reason(error) or type(error).__name__}"))
+            continue
+        try:
+            found |= {each for each in exploration.faults() if not _is_ignored(each, lines)}
+        except Exception as error:  # whatever a script contains, the others are checked
+            said = f"{type(error).__name__}: {reason(error)}"
+            problems.append((
+                file,
+                f"cannot be checked ({said}); this is a fault of castwise, please report it",
+            ))
     return Lint(_once(found), len(files), tuple(problems))
 
 
-def _imports_a_concern(raw: bytes, file: Path) -> bool:
-    """Whether a file beside the script that it imports contains such text."""
+def _is_concerned(raw: bytes, file: Path) -> bool:
+    """Whether a script, or a file beside it that it imports, contains torch and a word of mixed precision."""
+    texts = [raw]
     for found in _IMPORTS.finditer(raw):
         name = (found[1] or found[2]).decode().lstrip(".").replace(".", "/")
-        other = file.parent / f"{name}.py"
         with contextlib.suppress(OSError):
-            if other.is_file() and _CONCERNS.search(other.read_bytes()):
-                return True
-    return False
+            texts.append((file.parent / f"{name}.py").read_bytes())
+    return any(b"torch" in text for text in texts) and any(map(_CONCERNS.search, texts))
 
 
 def _is_ignored(fault: Fault, lines: dict[Path, list[str]]) -> bool:

@@ -25,6 +25,10 @@ def parse(raw: bytes) -> tuple[ast.Module, str]:
             raise SyntaxError("its expressions are nested too deeply") from None
 
 
+_FILES = 40
+"""Files of one program that are read."""
+
+
 class Program:
     """Parses each file once, and finds the files that an import names.
 
@@ -34,9 +38,7 @@ class Program:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.root = path.parent
-        while (self.root / "__init__.py").is_file() and self.root != self.root.parent:
-            self.root = self.root.parent
+        self.folder = path.parent
         self._trees: dict[Path, tuple[ast.Module, str] | None] = {}
 
     def text(self) -> str:
@@ -54,29 +56,29 @@ class Program:
         found = self._trees.get(path)
         if found is None:
             found = self._trees[path] = parse(path.read_bytes())
-        return Module(path, found[0], self.root)
+        return Module(path, found[0])
 
     def find(self, name: str, level: int, importer: Path) -> Path | None:
-        """The file that an import names, if it lies in the program's folder and can be parsed."""
-        if level:
-            start = importer.parent
-            for _ in range(level - 1):
-                start = start.parent
-            starts = [start]
-        else:
-            starts = [importer.parent, self.root]
+        """The file that an import names, if it lies in the folder of the script or below and can be parsed.
+
+        A package around the script is not one: it would import the script.
+        """
+        start = importer.parent
+        for _ in range(level - 1):
+            start = start.parent
         parts = [part for part in name.split(".") if part]
-        for start in starts:
-            base = start.joinpath(*parts)
-            for path in (base.with_suffix(".py") if parts else base / "__init__.py", base / "__init__.py"):
-                if self._is_readable(path):
-                    return path
+        base = start.joinpath(*parts)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            is_around = path.name == "__init__.py" and self.path.is_relative_to(path.parent)
+            if parts and path.is_relative_to(self.folder) and not is_around and self._is_readable(path):
+                return path
         return None
 
     def _is_readable(self, path: Path) -> bool:
         if path not in self._trees:
+            full = sum(each is not None for each in self._trees.values()) >= _FILES
             try:
-                self._trees[path] = parse(path.read_bytes()) if path.is_file() else None
+                self._trees[path] = None if full else parse(path.read_bytes()) if path.is_file() else None
             except (OSError, SyntaxError, ValueError, LookupError):
                 self._trees[path] = None
         return self._trees[path] is not None

@@ -39,6 +39,10 @@ class Fault:
         """The effect, and under which flags."""
         return f"when {self.when}: {self.why}" if self.when else self.why
 
+    def line_of_text(self) -> str:
+        """The finding in one line."""
+        return f"{self.path}:{self.line}: {self.severity}: {self.rule}: {self.said()}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Lint:
@@ -64,7 +68,7 @@ class Lint:
     def to_dict(self) -> dict[str, Any]:
         """The findings as plain values for JSON."""
         return {
-            "kind": "lint", "version": 1, "summary": self.summary(), "looked_at": self.looked_at,
+            "kind": "lint", "version": 2, "summary": self.summary(), "looked_at": self.looked_at,
             "findings": [{**dataclasses.asdict(one), "path": str(one.path)} for one in self.findings],
             "problems": [{"path": str(path), "why": why} for path, why in self.problems],
         }  # fmt: skip

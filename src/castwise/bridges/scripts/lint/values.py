@@ -31,14 +31,12 @@ class Module:
     Attributes:
         path: The file.
         tree: Its syntax tree.
-        root: The folder in which its absolute imports start.
         names: The values of its global names.
     """
 
-    def __init__(self, path: Path, tree: ast.Module, root: Path) -> None:
+    def __init__(self, path: Path, tree: ast.Module) -> None:
         self.path = path
         self.tree = tree
-        self.root = root
         self.names = Scope(self, None)
 
 
