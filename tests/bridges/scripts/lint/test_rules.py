@@ -282,4 +282,4 @@ def test_commands_name_each_finding_once_in_a_line(command: list[str], tmp_path:
     )
     said = [line for line in (ran.stdout + ran.stderr).splitlines() if "clip-before-unscale" in line]
     assert len(said) == 1
-    assert f"{script}:15: error: clip-before-unscale: " in said[0]
+    assert f"{script}:14: error: clip-before-unscale: " in said[0]

@@ -17,6 +17,11 @@ _CONCERNS = re.compile(
     rb"autocast|GradScaler|\bhalf\b|b?float16|[-_\"'\s](amp|fp16|bf16|(mixed[-_])?precision)[\"'\s:]"
 )
 """Words of mixed precision."""
+_TORCH = re.compile(rb"\btorch\b")
+_TRAINS = re.compile(
+    rb"\bbackward\b|\bstep\b|torch\.save|\bdump\(|add_argument|\.option\(|\.command\(|\bwith\b[^\n]*\band\b"
+)
+"""Words of code in which rules can find anything."""
 _IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([\w.]+))", re.MULTILINE)
 _IGNORED = re.compile(r"#\s*castwise:\s*ignore(?:\[([\w\s,-]*)\])?")
 
@@ -56,13 +61,13 @@ def lint_files(path: str | os.PathLike[str]) -> Lint:
 
 
 def _is_concerned(raw: bytes, file: Path) -> bool:
-    """Whether a script, or a file beside it that it imports, contains torch and a word of mixed precision."""
+    """Whether a script, with the files beside it that it imports, contains torch, a word of mixed precision and training."""
     texts = [raw]
     for found in _IMPORTS.finditer(raw):
         name = (found[1] or found[2]).decode().lstrip(".").replace(".", "/")
         with contextlib.suppress(OSError):
             texts.append((file.parent / f"{name}.py").read_bytes())
-    return any(b"torch" in text for text in texts) and any(map(_CONCERNS.search, texts))
+    return all(any(map(each.search, texts)) for each in (_TORCH, _CONCERNS, _TRAINS))
 
 
 def _is_ignored(fault: Fault, lines: dict[Path, list[str]]) -> bool:
