@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from castwise.bridges.scripts.lint import lint
 from castwise.bridges.scripts.lint.explore import Exploration
-from castwise.bridges.scripts.lint.rules import RULES
+from castwise.bridges.scripts.lint.texts import RULES
 from castwise.commands.cli import app
 from castwise.errors import LintError
 from tests.soak import SOAKING, some
@@ -199,7 +199,7 @@ def test_scripts_that_were_written_to_be_hard_hold_the_faults_that_they_hold() -
 
 def test_the_folder_of_a_project_and_files_that_are_no_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAULTS["clip-before-unscale"][0])
-    (tmp_path / "old.py").write_text("from torch import half\nprint 'of Python 2'\n")
+    (tmp_path / "old.py").write_text("from torch import half\nprint 'one step of Python 2'\n")
     (tmp_path / "other.py").write_text("print 'nothing of ours'\n")
     found = lint(tmp_path)
     assert [(one.path.name, one.rule) for one in found.findings] == [("train.py", "clip-before-unscale")]

@@ -1,9 +1,10 @@
 """Find precision errors that raise no exception in a training script, by reading it.
 
-``rules``: the errors that are searched for. ``script``: the view of a script that rules use. ``files``: the faults of
-each file. Scripts are read by :mod:`castwise.bridges.scripts.reading`, and neither they nor torch are imported. A rule
-reports only what the script itself shows; anything that may come from elsewhere (an argument, a configuration, another
-file) is assumed to be right.
+``files``: the files that are checked. ``explore``: makes abstract runs of a script (``run``), one for each way in which its
+tests can turn out, and collects what they find. ``options``: options of precision that nothing reads. ``texts``: what each
+rule says. ``result``: the findings and their display. Neither scripts nor torch are imported. A rule reports only what
+the script itself shows; anything that may come from elsewhere (an argument, a configuration, another file) is assumed to
+be right.
 """
 
 from __future__ import annotations

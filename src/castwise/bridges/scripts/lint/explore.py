@@ -7,20 +7,24 @@ import itertools
 import re
 from pathlib import Path
 
-from castwise.bridges.scripts.lint.calls import parameter
-from castwise.bridges.scripts.lint.flow import SpentError
-from castwise.bridges.scripts.lint.library import Library
-from castwise.bridges.scripts.lint.machine import Machine
 from castwise.bridges.scripts.lint.options import RULE, unused_options
-from castwise.bridges.scripts.lint.program import Program
 from castwise.bridges.scripts.lint.result import Fault
-from castwise.bridges.scripts.lint.rules import RULES, Rules
-from castwise.bridges.scripts.lint.values import Class, Facts, Function, Module, Place, Value
+from castwise.bridges.scripts.lint.run.calls import call, call_function, parameter
+from castwise.bridges.scripts.lint.run.expressions import attribute, evaluate
+from castwise.bridges.scripts.lint.run.flow import SpentError
+from castwise.bridges.scripts.lint.run.machine import Machine, Parts
+from castwise.bridges.scripts.lint.run.objects import note_escape
+from castwise.bridges.scripts.lint.run.program import Program
+from castwise.bridges.scripts.lint.run.rules import Rules
+from castwise.bridges.scripts.lint.run.statements import execute
+from castwise.bridges.scripts.lint.run.values import Class, Facts, Function, Module, Place, Value
+from castwise.bridges.scripts.lint.texts import RULES
 
 _PRECISION = re.compile(
     r"amp|half|fp16|bf16|float16|scal|precision|autocast|mixed|dtype|cuda|accum|grad|clip|enabled", re.I
 )
 """Tests that concern precision, which are also changed in pairs."""
+_PARTS = Parts(execute, evaluate, attribute, call, call_function)
 _RUNS = 120
 _STATEMENTS = 60_000
 """Statements of all runs together, after which no other run is begun."""
@@ -79,8 +83,8 @@ class Exploration:
                     waiting.append({**choices, text: decision})  # a test behind this one
 
     def _run(self, choices: dict[str, str], leftover: tuple[ast.AST, ...]) -> Machine:
-        rules = Rules(self.facts, self.program)
-        machine = Machine(self.program, choices, Library(rules))
+        machine = Machine(self.program, choices, _PARTS, lambda trace: Rules(self.facts, trace))
+        rules = machine.rules
         try:
             machine.run()
             for node in leftover:
@@ -200,7 +204,7 @@ def _call(machine: Machine, function: Function, given: list[Value], is_looped: b
         machine.turns.append(0)
     try:
         machine.apart(
-            lambda: machine.library.escapes([machine.call_function(function, (arguments, {}), definition)])
+            lambda: note_escape(machine, [machine.call_function(function, (arguments, {}), definition)])
         )
     finally:
         if is_looped:

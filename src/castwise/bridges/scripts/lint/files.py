@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from castwise.bridges.scripts.lint.explore import Exploration
-from castwise.bridges.scripts.lint.program import parse
 from castwise.bridges.scripts.lint.result import Fault, Lint
+from castwise.bridges.scripts.lint.run.program import parse
 from castwise.bridges.scripts.reading.files import reason, scripts_below
 from castwise.errors import LintError
 

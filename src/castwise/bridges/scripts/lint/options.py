@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from castwise.bridges.scripts.lint.program import Program
-from castwise.bridges.scripts.lint.values import Facts, Place, code
+from castwise.bridges.scripts.lint.run.program import Program
+from castwise.bridges.scripts.lint.run.values import Facts, Place, code
 
 _OPTION = re.compile(
     r"(use_|no_|enable_|with_)?(amp|fp16|bf16|half|float16|bfloat16|(mixed_?)?precision|autocast|amp_dtype|mixed)$"

@@ -8,9 +8,10 @@ import functools
 import operator
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from castwise.bridges.scripts.lint.values import (
+from castwise.bridges.scripts.lint.run.machine import Machine
+from castwise.bridges.scripts.lint.run.values import (
     Box,
     Const,
     External,
@@ -33,9 +34,6 @@ _RELEVANT = re.compile(
     r"scal|backward|\bstep\(|save|clip|cast|half|float16|float\(|\.to\(|dtype|\bamp\b|fp16|bf16|precision|state_dict|optim"
     r"|\breturn\b|\bcontinue\b|\bbreak\b|\braise\b|exit\("
 )
-
-if TYPE_CHECKING:
-    from castwise.bridges.scripts.lint.machine import Machine
 
 
 def is_true(machine: Machine, value: Value, node: ast.AST, default: bool = True) -> bool:
@@ -64,11 +62,11 @@ def truth(machine: Machine, node: ast.expr, scope: Scope, default: bool = True) 
     """Whether an expression is true; ``default`` is the preferred decision."""
     match node:
         case ast.BoolOp(op=ast.And(), values=values):
-            return all(machine.truth(each, scope, default) for each in values)
+            return all(truth(machine, each, scope, default) for each in values)
         case ast.BoolOp(values=values):
-            return any(machine.truth(each, scope, default) for each in values)
+            return any(truth(machine, each, scope, default) for each in values)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not machine.truth(operand, scope, not default)
+            return not truth(machine, operand, scope, not default)
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return compare(machine, node, op, machine.eval(left, scope), machine.eval(right, scope), default)
     return is_true(machine, machine.eval(node, scope), node, default)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from castwise.bridges.scripts.lint.binding import bind, key_of
-from castwise.bridges.scripts.lint.calls import evaluate_call
-from castwise.bridges.scripts.lint.decisions import compare, equals, is_relevant, is_true
-from castwise.bridges.scripts.lint.values import (
+from castwise.bridges.scripts.lint.run.binding import assign, bind, key_of
+from castwise.bridges.scripts.lint.run.calls import evaluate_call
+from castwise.bridges.scripts.lint.run.decisions import compare, equals, is_relevant, is_true, truth
+from castwise.bridges.scripts.lint.run.machine import Machine
+from castwise.bridges.scripts.lint.run.names import is_method
+from castwise.bridges.scripts.lint.run.objects import combine, merge, same
+from castwise.bridges.scripts.lint.run.values import (
     Box,
     Class,
     Const,
@@ -28,9 +30,6 @@ from castwise.bridges.scripts.lint.values import (
 
 _ITEMS = 4
 """Items of a sequence over which a comprehension runs."""
-
-if TYPE_CHECKING:
-    from castwise.bridges.scripts.lint.machine import Machine
 
 
 def evaluate(machine: Machine, node: ast.expr, scope: Scope) -> Value:
@@ -54,30 +53,28 @@ def evaluate(machine: Machine, node: ast.expr, scope: Scope) -> Value:
         case ast.BoolOp(op=op, values=values):
             return _eval_bool(machine, op, values, scope)
         case ast.UnaryOp(op=ast.Not()):
-            return machine.const(node, machine.truth(node, scope))
+            return machine.const(node, truth(machine, node, scope))
         case ast.UnaryOp(operand=operand):
             inner = machine.eval(operand, scope)
-            return inner if isinstance(inner, Const) else machine.library.same(node, inner)
+            return inner if isinstance(inner, Const) else same(machine, node, inner)
         case ast.Compare(left=left, comparators=right):
             if len(right) == 1:
                 return _evalcompare(machine, node, scope)
             sources = [machine.eval(each, scope) for each in (left, *right)]
             return machine.unknown(node, code(node), *sources)
         case ast.BinOp(left=left, op=sign, right=right_side):
-            return machine.library.combine(
-                node, sign, machine.eval(left, scope), machine.eval(right_side, scope)
-            )
+            return combine(machine, node, sign, machine.eval(left, scope), machine.eval(right_side, scope))
         case ast.IfExp(test=test, body=body, orelse=orelse):
             machine.decided.clear()
-            is_taken = machine.truth(test, scope)
+            is_taken = truth(machine, test, scope)
             if is_relevant(node):
                 machine.relevant.update(machine.decided)
             found = machine.eval(body if is_taken else orelse, scope)
-            machine.library.after_test(node, test, scope)
+            machine.rules.tested(node, test)
             return found
         case ast.NamedExpr(target=target, value=inner_node):
             named = machine.eval(inner_node, scope)
-            machine.assign(target, named, scope)
+            assign(machine, target, named, scope)
             return named
         case ast.Dict(keys=keys, values=entries):
             return _eval_dict(machine, node, keys, entries, scope)
@@ -136,7 +133,7 @@ def _eval_dict(
     for key, entry in zip(keys, entries, strict=True):
         value = machine.eval(entry, scope)
         if key is None:
-            machine.library.merge(box, value)
+            merge(machine, box, value)
             continue
         index = machine.eval(key, scope)
         box.items[key_of(index)] = value
@@ -148,7 +145,7 @@ def _eval_list(machine: Machine, node: ast.AST, elements: Sequence[ast.expr], sc
     for each in elements:
         value = machine.eval(each, scope)
         if isinstance(each, ast.Starred):
-            machine.library.merge(box, value)
+            merge(machine, box, value)
         else:
             box.add(value)
     return box
@@ -263,7 +260,7 @@ def _member(machine: Machine, of: Instance, found: Value | None, name: str, node
         return Method(machine.place(node), of=bound, name=name, function=found)
     if found is not None:
         return found
-    if machine.library.is_method(of, name):
+    if is_method(of, name):
         return Method(machine.place(node), of=of, name=name)
     new = machine.unknown(node, f"machine.{name}")
     new.place, new.loops, new.owner = of.place, of.loops, (of, name)

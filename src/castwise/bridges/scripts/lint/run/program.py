@@ -6,7 +6,7 @@ import ast
 import warnings
 from pathlib import Path
 
-from castwise.bridges.scripts.lint.values import Module
+from castwise.bridges.scripts.lint.run.values import Module
 from castwise.bridges.scripts.reading.files import decode
 
 

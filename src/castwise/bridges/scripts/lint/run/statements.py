@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from castwise.bridges.scripts.lint.binding import bind
-from castwise.bridges.scripts.lint.decisions import equals, is_relevant
-from castwise.bridges.scripts.lint.flow import BreakError, ContinueError, RaiseError, ReturnError
-from castwise.bridges.scripts.lint.values import (
-    Autocast,
+from castwise.bridges.scripts.lint.run.binding import assign, bind, enter_value
+from castwise.bridges.scripts.lint.run.decisions import equals, is_relevant, truth
+from castwise.bridges.scripts.lint.run.flow import BreakError, ContinueError, RaiseError, ReturnError
+from castwise.bridges.scripts.lint.run.machine import Machine
+from castwise.bridges.scripts.lint.run.objects import as_region, combine
+from castwise.bridges.scripts.lint.run.values import (
     Box,
     Class,
     Const,
     Contexts,
     External,
     Function,
-    Instance,
     Namespace,
     Place,
     Scope,
@@ -28,9 +28,6 @@ from castwise.bridges.scripts.lint.values import (
 
 _ITEMS = 4
 """Rounds of a loop over a sequence whose items are known."""
-
-if TYPE_CHECKING:
-    from castwise.bridges.scripts.lint.machine import Machine
 
 
 def _nothing(machine: Machine, node: ast.stmt, scope: Scope) -> None:
@@ -47,12 +44,12 @@ def _expr(machine: Machine, node: ast.Expr, scope: Scope) -> None:
 def _assign(machine: Machine, node: ast.Assign, scope: Scope) -> None:
     value = machine.eval(node.value, scope)
     for target in node.targets:
-        machine.assign(target, value, scope)
+        assign(machine, target, value, scope)
 
 
 def _ann_assign(machine: Machine, node: ast.AnnAssign, scope: Scope) -> None:
     if node.value is not None:
-        machine.assign(node.target, machine.eval(node.value, scope), scope)
+        assign(machine, node.target, machine.eval(node.value, scope), scope)
 
 
 def _aug_assign(machine: Machine, node: ast.AugAssign, scope: Scope) -> None:
@@ -64,12 +61,12 @@ def _aug_assign(machine: Machine, node: ast.AugAssign, scope: Scope) -> None:
         else:
             before.is_open = True
         return
-    result = machine.library.combine(node, node.op, before, value)
+    result = combine(machine, node, node.op, before, value)
     if isinstance(result, Unknown):
         result.text = code(node.target)
         if isinstance(before, Const):
             result.turn = machine.turn()
-    machine.assign(node.target, result, scope)
+    assign(machine, node.target, result, scope)
 
 
 def _return(machine: Machine, node: ast.Return, scope: Scope) -> NoReturn:
@@ -104,14 +101,14 @@ def _nonlocal(machine: Machine, node: ast.Nonlocal, scope: Scope) -> None:
 
 def _if(machine: Machine, node: ast.If, scope: Scope) -> None:
     machine.decided.clear()
-    is_taken = machine.truth(node.test, scope, default=not _ends(node.body) or bool(node.orelse))
+    is_taken = truth(machine, node.test, scope, default=not _ends(node.body) or bool(node.orelse))
     if machine.decided and is_relevant(node):
         machine.relevant.update(machine.decided)
     if is_taken:
         machine.block(node.body, scope)
     else:
         machine.block(node.orelse, scope)
-    machine.library.after_test(node, node.test, scope)
+    machine.rules.tested(node, node.test)
 
 
 def _for(machine: Machine, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
@@ -119,7 +116,7 @@ def _for(machine: Machine, node: ast.For | ast.AsyncFor, scope: Scope) -> None:
 
 
 def _while(machine: Machine, node: ast.While, scope: Scope) -> None:
-    if not machine.truth(node.test, scope):
+    if not truth(machine, node.test, scope):
         return
     _loop(machine, node, None, scope)
 
@@ -161,7 +158,7 @@ def _with(machine: Machine, node: ast.With | ast.AsyncWith, scope: Scope) -> Non
         for item in node.items:
             if isinstance(item.context_expr, ast.BoolOp):
                 entered = [machine.eval(each, scope) for each in item.context_expr.values]
-                machine.library.joined(item.context_expr, entered)
+                machine.rules.joined(item.context_expr, entered)
                 value = entered[-1] if isinstance(item.context_expr.op, ast.And) else entered[0]
             else:
                 value = machine.eval(item.context_expr, scope)
@@ -169,26 +166,12 @@ def _with(machine: Machine, node: ast.With | ast.AsyncWith, scope: Scope) -> Non
             if isinstance(value, Contexts):
                 after += value.after
             if item.optional_vars is not None:
-                machine.assign(item.optional_vars, value, scope)
+                assign(machine, item.optional_vars, value, scope)
         machine.block(node.body, scope)
     finally:
         del machine.regions[before:]
         for body, inner in reversed(after):
             machine.block(body, inner)
-
-
-def enter_value(machine: Machine, value: Value, node: ast.AST) -> Value:
-    """Enter a context manager; the result is what ``as`` binds."""
-    if isinstance(value, Autocast):
-        machine.enter(value)
-    elif isinstance(value, Contexts):
-        for each in value.regions:
-            machine.enter(each)
-    elif isinstance(value, Instance) and value.kind is not None:
-        method = value.kind.find("__enter__")
-        if isinstance(method, Function):
-            return machine.call_function(method, ([value], {}), node)
-    return value
 
 
 def _try(machine: Machine, node: ast.Try | ast.TryStar, scope: Scope) -> None:
@@ -237,7 +220,7 @@ def define(
         node=node,
         scope=scope,
         owner=owner,
-        regions=tuple(each for each in map(machine.library.as_region, made) if each),
+        regions=tuple(each for each in (as_region(machine, one) for one in made) if each),
         decorators=frozenset(code(each).rpartition(".")[2] for each in named),
     )
 

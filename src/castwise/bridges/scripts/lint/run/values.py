@@ -318,6 +318,10 @@ class State(Value):
     of: Value | None = None
 
 
+Arguments = tuple[list[Value], dict[str, Value]]
+"""The arguments of a call: by place, and by name; ``*`` and ``**`` stand for arguments that the script does not show."""
+
+
 @dataclasses.dataclass
 class Facts:
     """What all runs of a program together show, for errors that are something missing; objects by their place.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from castwise.bridges.scripts.lint.values import Value
+from castwise.bridges.scripts.lint.run.values import Value
 
 
 class ReturnError(Exception):

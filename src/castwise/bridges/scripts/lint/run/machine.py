@@ -11,17 +11,17 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from castwise.bridges.scripts.lint import binding, calls, decisions, expressions, statements
-from castwise.bridges.scripts.lint.flow import LEAVES, SpentError
-from castwise.bridges.scripts.lint.program import Program
-from castwise.bridges.scripts.lint.values import (
-    Autocast,
+from castwise.bridges.scripts.lint.run.flow import LEAVES, SpentError
+from castwise.bridges.scripts.lint.run.program import Program
+from castwise.bridges.scripts.lint.run.rules import Rules
+from castwise.bridges.scripts.lint.run.trace import Trace
+from castwise.bridges.scripts.lint.run.values import (
+    Arguments,
     Const,
     External,
     Function,
-    Instance,
     Module,
     Place,
     Scope,
@@ -30,60 +30,45 @@ from castwise.bridges.scripts.lint.values import (
     code,
 )
 
-if TYPE_CHECKING:
-    from castwise.bridges.scripts.lint.library import Library
-
 _MOST = 20_000
 """Statements of one run."""
 _TEXT = 70
-Arguments = tuple[list[Value], dict[str, Value]]
-"""The arguments of a call: by place, and by name; ``*`` and ``**`` stand for arguments that the script does not show."""
 
 
-class Machine:
+class Parts(NamedTuple):
+    """What a machine does with each part of a program; every function takes the machine first.
+
+    Attributes:
+        execute: Executes a statement in a scope.
+        evaluate: Returns the value of an expression in a scope.
+        attribute: Returns an attribute of a value, by its name.
+        call: Calls a value with arguments.
+        call_function: Calls a function of the program with arguments.
+    """
+
+    execute: Callable[[Any, ast.stmt, Scope], None]
+    evaluate: Callable[[Any, ast.expr, Scope], Value]
+    attribute: Callable[[Any, Value, str, ast.AST], Value]
+    call: Callable[[Any, Value, Arguments, ast.AST], Value]
+    call_function: Callable[[Any, Function, Arguments, ast.AST], Value]
+
+
+class Machine(Trace):
     """One abstract run of a program.
 
     Args:
         program: Its files.
-        choices: Decisions of tests by their text: one letter, ``T`` or ``F``; or two for a test that may turn out
-            differently in the first and the second round of its loop.
-        library: What calls of libraries do.
-
-    Attributes:
-        asked: The tests that were decided by a choice: whether the decision was true, and whether it may differ
-            between rounds.
-        relevant: Those of them that decide whether code that may concern precision is executed.
-        visited: The definitions of the functions that were executed.
-        regions: The autocast regions that are active, the innermost last.
-        loops: The loops that are running.
-        path: The file whose code is executed.
-        tested: Scalers of whose scale a test has been made, since this was last emptied.
-        instances: Every object of a class of the program.
-        executed: The number of statements that were executed.
-        frames: The functions that are being executed, from outside in: the scope of each, and the place of its call.
+        choices: As for :class:`Trace`.
+        parts: How it executes code.
+        rules: What is told of each use of mixed precision.
     """
 
-    def __init__(self, program: Program, choices: Mapping[str, str], library: Library) -> None:
-        self.program = program
-        self.choices = choices
-        self.library = library
-        self.asked: dict[str, tuple[bool, bool]] = {}
-        self.relevant: set[str] = set()
-        self.decided: list[str] = []
-        self.visited: set[ast.AST] = set()
-        self.regions: list[Autocast] = []
-        self.loops: list[ast.AST] = []
-        self.turns: list[int] = []
-        self.path = program.path
-        self.tested: set[Value] = set()
-        self.instances: list[Instance] = []
-        self.modules: dict[Path, Module] = {}
-        self.equal_to: dict[str, object] = {}
-        self.frames: list[tuple[Scope, Place]] = []
-        self.running: list[ast.AST] = []
-        self.yielded: list[Value] = []
-        self.executed = 0
-        library.machine = self
+    def __init__(
+        self, program: Program, choices: Mapping[str, str], parts: Parts, rules: Callable[[Trace], Rules]
+    ) -> None:
+        super().__init__(program, choices)
+        self.parts = parts
+        self.rules = rules(self)
 
     # --- starting ---------------------------------------------------------------------------------------------
 
@@ -123,10 +108,6 @@ class Machine:
 
     # --- values -----------------------------------------------------------------------------------------------
 
-    def place(self, node: ast.AST) -> Place:
-        """Where a node of the file that is executed begins."""
-        return Place(self.path, getattr(node, "lineno", 1), getattr(node, "col_offset", 0))
-
     def const(self, node: ast.AST, value: object) -> Const:
         """A literal."""
         return Const(self.place(node), value=value)
@@ -156,10 +137,6 @@ class Machine:
                 return name
         return code(node)
 
-    def turn(self) -> int | None:
-        """The round of the innermost loop; None outside of loops."""
-        return self.turns[-1] if self.turns else None
-
     # --- executing --------------------------------------------------------------------------------------------
 
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
@@ -168,37 +145,20 @@ class Machine:
             self.executed += 1
             if self.executed > _MOST:
                 raise SpentError
-            statements.execute(self, statement, scope)
-
-    def enter(self, region: Autocast) -> None:
-        """Enter an autocast region until the ``with`` that is executed ends."""
-        self.regions.append(region)
-        self.library.entered(region)
-
-    def truth(self, node: ast.expr, scope: Scope, default: bool = True) -> bool:
-        """Whether an expression is true; ``default`` is the preferred decision."""
-        return decisions.truth(self, node, scope, default)
-
-    def is_true(self, value: Value, node: ast.AST) -> bool:
-        """Whether a value is true, by a choice if the script does not decide it."""
-        return decisions.is_true(self, value, node)
+            self.parts.execute(self, statement, scope)
 
     def eval(self, node: ast.expr, scope: Scope) -> Value:
         """The value of an expression."""
-        return expressions.evaluate(self, node, scope)
+        return self.parts.evaluate(self, node, scope)
 
     def attribute(self, of: Value, name: str, node: ast.AST) -> Value:
         """An attribute of a value."""
-        return expressions.attribute(self, of, name, node)
-
-    def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
-        """Bind a target of an assignment."""
-        binding.assign(self, target, value, scope)
+        return self.parts.attribute(self, of, name, node)
 
     def call(self, function: Value, arguments: Arguments, node: ast.AST) -> Value:
         """Call a value."""
-        return calls.call(self, function, arguments, node)
+        return self.parts.call(self, function, arguments, node)
 
     def call_function(self, function: Function, arguments: Arguments, node: ast.AST) -> Value:
         """Execute a function; the result is what its first ``return`` that is reached returns."""
-        return calls.call_function(self, function, arguments, node)
+        return self.parts.call_function(self, function, arguments, node)

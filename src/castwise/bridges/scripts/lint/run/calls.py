@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from castwise.bridges.scripts.lint.flow import ReturnError
-from castwise.bridges.scripts.lint.values import (
+from castwise.bridges.scripts.lint.run.binding import enter
+from castwise.bridges.scripts.lint.run.decisions import truth
+from castwise.bridges.scripts.lint.run.flow import ReturnError
+from castwise.bridges.scripts.lint.run.functions import call_external
+from castwise.bridges.scripts.lint.run.machine import Machine
+from castwise.bridges.scripts.lint.run.methods import method
+from castwise.bridges.scripts.lint.run.names import is_scheduler
+from castwise.bridges.scripts.lint.run.objects import call_instance, note_instance, unseen
+from castwise.bridges.scripts.lint.run.values import (
+    Arguments,
     Autocast,
     Box,
     Class,
@@ -25,9 +32,6 @@ from castwise.bridges.scripts.lint.values import (
 
 _DEEPEST = 24
 """Calls within calls."""
-
-if TYPE_CHECKING:
-    from castwise.bridges.scripts.lint.machine import Arguments, Machine
 
 
 def evaluate_call(machine: Machine, node: ast.Call, scope: Scope) -> Value:
@@ -66,19 +70,21 @@ def call(machine: Machine, function: Value, arguments: Arguments, node: ast.AST)
             return call_function(machine, function, arguments, node)
         case Class():
             return _make(machine, function, arguments, node)
-        case Method(of=of, function=Function() as known) if of is not None:
+        case Method(of=of, name=name, function=Function() as known) if of is not None:
+            if name == "step" and isinstance(of, Instance) and is_scheduler(of):
+                machine.rules.scheduled(of, node)
             return call_function(machine, known, ([of, *given], named), node)
         case Method(of=of, name=name) if of is not None:
-            return machine.library.method(of, name, arguments, node)
+            return method(machine, of, name, arguments, node)
         case Partial(of=of) if of is not None:
             return machine.call(of, ([*function.given, *given], {**function.named, **named}), node)
         case External(name=name):
-            return machine.library.function(name, arguments, node)
+            return call_external(machine, name, arguments, node)
         case Unknown(owner=(of, name)):
-            return machine.library.method(of, name, arguments, node, function)
+            return method(machine, of, name, arguments, node, function)
         case Instance(kind=kind) if kind is not None:
-            return machine.library.call_instance(function, kind, arguments, node)
-    return machine.library.unseen(function, arguments, node)
+            return call_instance(machine, function, kind, arguments, node)
+    return unseen(machine, function, arguments, node)
 
 
 def _super(machine: Machine, node: ast.Call, scope: Scope) -> Value:
@@ -105,7 +111,7 @@ def call_function(machine: Machine, function: Function, arguments: Arguments, no
     machine.path, machine.yielded = function.scope.module.path, []
     machine.running.append(definition)
     for region in function.regions:
-        machine.enter(region)
+        enter(machine, region)
     try:
         if isinstance(definition, ast.Lambda):
             return machine.eval(definition.body, scope)
@@ -142,7 +148,7 @@ def _manager(machine: Machine, definition: ast.FunctionDef | ast.AsyncFunctionDe
                     entered.extend([value] if isinstance(value, Autocast) else value.regions if isinstance(value, Contexts) else [])  # fmt: skip
                 return search(statement.body)
             if isinstance(statement, ast.If) and _yields(statement):
-                taken = statement.body if machine.truth(statement.test, scope) else statement.orelse
+                taken = statement.body if truth(machine, statement.test, scope) else statement.orelse
                 if any(map(_yields, taken)):
                     return search(taken)
                 machine.block(taken, scope)
@@ -210,8 +216,8 @@ def _make(machine: Machine, kind: Class, arguments: Arguments, node: ast.AST) ->
                 continue
             made.fields.setdefault(name, machine.unknown(node, f"{kind.node.name}.{name}"))
     if kind.derives_from("torch.nn.") or kind.derives_from("nn."):
-        made.low = machine.library.rules.default_low
-    machine.library.made(made, kind, arguments)
+        made.low = machine.rules.default_low
+    note_instance(machine, made, kind, arguments)
     return made
 
 

@@ -1,9 +1,4 @@
-"""The rules: each looks in an abstract run for one precision error that raises no exception.
-
-Sources: torch's documentation of torch.amp ("Automatic Mixed Precision examples": unscale before clipping, one scaler
-for a run, its state in checkpoints), the issue reports behind these rules, and the uses that castwise's sessions
-refuse.
-"""
+"""The rules: each looks in an abstract run for one precision error that raises no exception."""
 
 from __future__ import annotations
 
@@ -11,9 +6,12 @@ import ast
 import dataclasses
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import NamedTuple
 
-from castwise.bridges.scripts.lint.values import (
+from castwise.bridges.scripts.lint.run.names import is_optimizer
+from castwise.bridges.scripts.lint.run.trace import Trace
+from castwise.bridges.scripts.lint.run.values import (
+    Arguments,
     Autocast,
     Box,
     Const,
@@ -32,133 +30,12 @@ from castwise.bridges.scripts.lint.values import (
     reachable,
 )
 
-if TYPE_CHECKING:
-    from castwise.bridges.scripts.lint.library import Library
-    from castwise.bridges.scripts.lint.machine import Arguments, Machine
-    from castwise.bridges.scripts.lint.program import Program
-
-Severity = Literal["error", "warning"]
-
-
-class Rule(NamedTuple):
-    """What a finding of a rule says.
-
-    Attributes:
-        severity: ``error`` if the training or a checkpoint is wrong, ``warning`` if it is worse or slower than it
-            could be.
-        why: The effect.
-        instead: What to write.
-    """
-
-    severity: Severity
-    why: str
-    instead: str
-
-
-RULES = {
-    "fp16-on-cpu": Rule(
-        "warning",
-        "CPUs compute fp16 by converting to fp32 and back, and keep the small range of fp16: gradients below 6e-8 become zero",
-        'torch.autocast("cpu", dtype=torch.bfloat16); castwise doctor measures how fast this CPU is in each format',
-    ),
-    "cuda-hard-coded": Rule(
-        "warning",
-        "when the script falls back to the CPU, autocast and GradScaler for CUDA have no effect: everything runs in fp32",
-        "torch.amp.autocast(device_type, ...) and torch.amp.GradScaler(device_type) with the type of the chosen device",
-    ),
-    "scaler-with-bf16": Rule(
-        "warning",
-        "bf16 has fp32's range, so a loss scale gains nothing; it costs a check of all gradients and, until a scale is found, "
-        "skipped steps",
-        "leave the GradScaler out, or make it with enabled=False, where autocast uses bf16: loss.backward(), optimizer.step()",
-    ),
-    "clip-before-unscale": Rule(
-        "error",
-        "gradients are still multiplied by the loss scale (65536 at first) here, so nearly all are clipped, and after "
-        "unscaling their norm is too small by the factor of the loss scale",
-        "scaler.unscale_(optimizer) before clipping; with castwise: amp.step(optimizer, max_norm=...)",
-    ),
-    "scaler-not-updated": Rule(
-        "error",
-        "the scaler's update() is never called: the loss scale never changes, and while it is too large every step is skipped",
-        "scaler.update() after scaler.step(optimizer)",
-    ),
-    "step-on-scaled-gradients": Rule(
-        "error",
-        "the gradients come from a loss that the scaler has scaled, so this update is too large by the factor of the loss scale, "
-        "and infinities reach the weights",
-        "scaler.step(optimizer); scaler.update()",
-    ),
-    "scaler-in-the-loop": Rule(
-        "error",
-        "the loop makes a new scaler each time, while the optimizer stays: the loss scale starts again at 65536, and steps are skipped "
-        "until the right scale is found again",
-        "torch.amp.GradScaler(...) once, before the loop",
-    ),
-    "scaler-not-saved": Rule(
-        "warning",
-        "the optimizer is saved, but the scaler is not: a resumed run starts at a loss scale of 65536 and skips steps until the right "
-        "scale is found again",
-        '{..., "scaler": scaler.state_dict()}, and scaler.load_state_dict(...) when the run resumes',
-    ),
-    "scheduler-on-skipped-steps": Rule(
-        "warning",
-        "the scheduler moves in every iteration, also when the scaler skips the step because of an overflow: the learning rate runs "
-        "ahead of the updates",
-        "scale = scaler.get_scale() before scaler.update(), and the scheduler's step() only if scaler.get_scale() >= scale; with "
-        "castwise: if amp.step(optimizer): scheduler.step()",
-    ),
-    "backward-inside-autocast": Rule(
-        "warning",
-        "backward runs inside the autocast region: operators of the backward that are not replayed from the forward are cast once more; "
-        "torch advises against it",
-        "end the with block after the loss is computed, and call backward outside of it",
-    ),
-    "fp16-without-scaler": Rule(
-        "error",
-        "the forward ran under fp16 autocast and the loss is not scaled: gradients below 6e-8 become zero in fp16",
-        "scaler = torch.amp.GradScaler(); scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update(); or autocast in bf16",
-    ),
-    "unscale-each-microbatch": Rule(
-        "error",
-        "gradients that are accumulated over several microbatches are unscaled more than once: what was accumulated before is divided "
-        "by the loss scale again",
-        "unscale_ and clip only in the iteration that calls scaler.step(optimizer)",
-    ),
-    "checkpoint-rounded": Rule(
-        "error",
-        "the checkpoint holds the optimizer's state, to resume from, but weights that were rounded here: each resume loses the small "
-        "updates since",
-        "save the fp32 weights for resuming; export a low copy to a file of its own",
-    ),
-    "contexts-joined-by-and": Rule(
-        "error",
-        "`a and b` gives one of the two contexts, and only that one is entered: the other has no effect",
-        "with a, b:",
-    ),
-    "low-weights-without-masters": Rule(
-        "error",
-        "the weights are stored in a low format and trained without masters: updates below 1/256 (bf16) or 1/2048 (fp16) of a weight "
-        "are rounded away, and Adam's eps of 1e-8 is zero in fp16",
-        'keep them in fp32 and use autocast; or castwise.Amp("bf16-master") and amp.prepare(model, optimizer), which keeps fp32 masters',
-    ),
-    "loss-in-fp16": Rule(
-        "error",
-        "outputs are fp16, and so the loss is computed in fp16: its sums overflow above 65504, and its small terms become zero",
-        "the loss of outputs.float()",
-    ),
-    "unused-precision-option": Rule(
-        "warning",
-        "this option of precision is parsed, but nothing reads it: the script runs in the same precision with and without it",
-        "use the option where autocast and GradScaler are made, or remove it",
-    ),
-}
 _KEEPS_MASTERS = re.compile(
     r"^\s*(?:from|import)\s+[^\n]*(castwise|deepspeed|apex|colossalai|accelerate|lightning|torchao|bitsandbytes|fairscale|megatron|transformer_engine|optimi\b)",
     re.MULTILINE,
 )
 """Imports of libraries whose optimizers keep fp32 values of low parameters, or that set precision themselves."""
-_NO_TRAINING = re.compile(r"get_peft_model|\blora|adapter|freeze|frozen", re.IGNORECASE)
+_NO_TRAINING = re.compile(r"get_peft_model|LoraConfig|\bfreeze\w*\(")
 """Words of scripts that train only a part of a model, whose weights may be fp32."""
 
 
@@ -204,14 +81,16 @@ class Save(NamedTuple):
     frames: list[tuple[Scope, Place]]
 
     def place_for(self, scaler: Value) -> Place:
-        """Where the scaler's state could be added: the innermost code that can reach the scaler."""
+        """Where the scaler's state could be added."""
         for box in self.boxes:
             if box.maker is not None and _reaches(box.maker, scaler):
                 return box.place
-        for scope, at in reversed(self.frames):
-            if _reaches(scope, scaler):
-                return at
-        return self.place
+        return _innermost(self.frames, scaler) or self.place
+
+
+def _innermost(frames: list[tuple[Scope, Place]], scaler: Value) -> Place | None:
+    """The place that was reached in the innermost code that can use the scaler."""
+    return next((at for scope, at in reversed(frames) if _reaches(scope, scaler)), None)
 
 
 def _reaches(scope: Scope, scaler: Value) -> bool:
@@ -229,7 +108,7 @@ class Rules:
 
     Args:
         facts: What all runs show; this run adds to it.
-        program: The files of the script.
+        trace: Where the run is.
 
     Attributes:
         found: The errors: place and rule.
@@ -239,11 +118,9 @@ class Rules:
         default_low: The low default dtype, if the script sets one.
     """
 
-    library: Library
-
-    def __init__(self, facts: Facts, program: Program) -> None:
+    def __init__(self, facts: Facts, trace: Trace) -> None:
         self.facts = facts
-        self.program = program
+        self.trace = trace
         self.found: set[tuple[Place, str]] = set()
         self.later: set[tuple[Place, str, Place]] = set()
         self.seen: set[Place] = set()
@@ -263,17 +140,12 @@ class Rules:
         self._falls_back = False
         self._has_autocast = False
 
-    @property
-    def machine(self) -> Machine:
-        """The run."""
-        return self.library.machine
-
     def report(self, rule: str, place: Place) -> None:
         """Add an error."""
         self.found.add((place, rule))
 
     def _here(self, node: ast.AST) -> Place:
-        place = self.machine.place(node)
+        place = self.trace.place(node)
         self.seen.add(place)
         return place
 
@@ -305,8 +177,8 @@ class Rules:
     def tested(self, node: ast.AST, test: ast.expr) -> None:
         """A test was made: remember whether the script has chosen the CPU because there is no CUDA."""
         if "is_available" in code(test) and re.search(r"""["']cpu["']""", code(node)):
-            text = next((each for each in self.machine.asked if "is_available" in each), "")
-            self._falls_back |= not self.machine.asked.get(text, (True,))[0]
+            text = next((each for each in self.trace.asked if "is_available" in each), "")
+            self._falls_back |= not self.trace.asked.get(text, (True,))[0]
 
     def moved(self, method: str, given: list[Value]) -> None:
         """Something was moved to a device: a script that needs CUDA does not fall back."""
@@ -343,6 +215,12 @@ class Rules:
         """The script has read the loss scale."""
         self._of(scaler).reads = True
 
+    def _frames(self, place: Place) -> list[tuple[Scope, Place]]:
+        """The scopes that are being executed, from outside in, each with the place that it has reached."""
+        trace = self.trace
+        scopes = [trace.modules[trace.program.path].names, *(scope for scope, _ in trace.frames)]
+        return list(zip(scopes, [*(at for _, at in trace.frames), place], strict=True))
+
     def _of(self, scaler: Value) -> Gradients:
         return self._gradients.setdefault(scaler, Gradients())
 
@@ -351,7 +229,7 @@ class Rules:
     def backward(self, loss: Value, node: ast.AST) -> None:
         """``loss.backward()``."""
         place = self._here(node)
-        region = self.machine.regions[-1] if self.machine.regions else None
+        region = self.trace.regions[-1] if self.trace.regions else None
         if region is not None and region.is_on:
             self.report("backward-inside-autocast", place)
         for each in self._low_losses:
@@ -371,6 +249,7 @@ class Rules:
         self._scaled_last, self._zeroed = scaler, set()
         now.is_scaled, now.reads = True, False
         now.backwards += 1
+        self.trace.tested.discard(scaler)
         self._formats[scaler] |= loss.formats
 
     def unscaled(self, scaler: Value, optimizer: Value, node: ast.AST) -> None:
@@ -382,16 +261,17 @@ class Rules:
             self.report("unscale-each-microbatch", place)
         now.divided[optimizer] = place, now.backwards
 
-    def clipped(self, node: ast.AST, arguments: Arguments, of: Value | None = None) -> None:
-        """Gradients were clipped."""
+    def clipped(self, node: ast.AST, arguments: Arguments, of: Value | None = None) -> Value | None:
+        """Gradients were clipped; the result is the scaler that scaled them."""
         place = self._here(node)
         values = reachable([*arguments[0], *arguments[1].values(), *([of] if of else [])])
         if any(each.scale_of is not None for each in values):
-            return
+            return self._scaled_last
         for scaler, now in self._gradients.items():
             is_on = not isinstance(scaler, Scaler) or scaler.is_on
             if is_on and now.is_scaled and not now.reads and not self._is_unscaled(values, now):
-                now.clips.append(place)
+                now.clips.append(_innermost(self._frames(place), scaler) or place)
+        return self._scaled_last
 
     def _is_unscaled(self, values: list[Value], now: Gradients) -> bool:
         """Whether the gradients that are clipped may be those that were unscaled."""
@@ -414,8 +294,7 @@ class Rules:
             is_on = not isinstance(scaler, Scaler) or scaler.is_on
             is_scaled = is_on and self._scaled_last is scaler and optimizer not in self._zeroed
             if is_scaled and optimizer not in now.unscaled and not now.reads:
-                if optimizer.place not in self.facts.stepped.get(scaler.place, ()):
-                    self.report("step-on-scaled-gradients", place)
+                self.report("step-on-scaled-gradients", place)
                 for clip in now.clips:
                     self.report("clip-before-unscale", clip)
             now.clips.clear()
@@ -427,7 +306,6 @@ class Rules:
         place, now = self._here(node), self._of(scaler)
         self.facts.stepped[scaler.place].add(optimizer.place)
         self._steps.append((scaler, optimizer))
-        self.machine.tested.discard(scaler)
         now.reads = False
         is_on = not isinstance(scaler, Scaler) or scaler.is_on
         if isinstance(scaler, Scaler) and not scaler.is_on:
@@ -451,7 +329,7 @@ class Rules:
                 ):  # its caller makes the loop
                     self.report("scaler-in-the-loop", scaler.place)
             self.later.add((place, "scaler-not-updated", scaler.place))
-        self._stepped_in = tuple(self.machine.loops)
+        self._stepped_in = tuple(self.trace.loops)
         self._trained(optimizer)
 
     _stepped_in: tuple[ast.AST, ...] = ()
@@ -468,21 +346,21 @@ class Rules:
         self._zeroed.add(of)
         for now in self._gradients.values():
             now.divided.pop(of, None)
-            if of not in now.divided and not self.library.is_optimizer(of):
+            if of not in now.divided and not is_optimizer(of):
                 now.divided.clear()
         self._unscaled_losses.clear()
 
-    def scheduled(self, scheduler: Value, node: ast.AST, arguments: Arguments) -> None:
+    def scheduled(self, scheduler: Value, node: ast.AST) -> None:
         """``scheduler.step()``."""
         place = self._here(node)
-        loops = tuple(self.machine.loops)
+        loops = tuple(self.trace.loops)
         for scaler, _ in self._steps[-1:]:
             is_on = isinstance(scaler, Scaler) and scaler.is_on
             if (
                 is_on
                 and loops
                 and self._stepped_in == loops[: len(self._stepped_in)] != ()
-                and scaler not in self.machine.tested
+                and scaler not in self.trace.tested
             ):
                 self.report("scheduler-on-skipped-steps", place)
 
@@ -499,17 +377,12 @@ class Rules:
         contents = reachable(values)
         self.facts.saved.update(each.place for each in contents if isinstance(each, Scaler))
         states = [each.of for each in contents if isinstance(each, State) and each.of is not None]
-        optimizers = {each for each in states if self.library.is_optimizer(each)}
+        optimizers = {each for each in states if is_optimizer(each)}
         optimizers |= {each for each in states if any(each is stepped for _, stepped in self._steps)}
         if not optimizers:
             return
         boxes = [each for each in contents if isinstance(each, Box) and any(isinstance(item, State) and item.of in optimizers for item in each.items.values())]  # fmt: skip
-        frames = [(scope, at) for (scope, _), at in zip(self.machine.frames, [*(at for _, at in self.machine.frames[1:]), place], strict=False)]  # fmt: skip
-        if self.machine.frames:
-            frames.insert(
-                0, (self.machine.modules[self.machine.program.path].names, self.machine.frames[0][1])
-            )
-        self._saves.append(Save(place, optimizers, boxes, frames))
+        self._saves.append(Save(place, optimizers, boxes, self._frames(place)))
         for each in contents:
             is_trained = each in self._trained_low or (isinstance(each, State) and each.of in self._trained_low)  # fmt: skip
             is_trained = is_trained or isinstance(each, Optimizer) or self._is_trained(each, optimizers)
@@ -550,7 +423,7 @@ class Rules:
         for place, scalers in self._of_loops.items():
             if len(scalers) > 1:
                 self.report("scaler-in-the-loop", place)
-        text = self.program.text()
+        text = self.trace.program.text()
         if self._low_weights and not _KEEPS_MASTERS.search(text) and not _NO_TRAINING.search(text):
             for place in self._low_weights:
                 self.report("low-weights-without-masters", place)

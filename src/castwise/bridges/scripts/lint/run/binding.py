@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
 
-from castwise.bridges.scripts.lint.values import (
+from castwise.bridges.scripts.lint.run.machine import Machine
+from castwise.bridges.scripts.lint.run.names import is_closed
+from castwise.bridges.scripts.lint.run.objects import note_escape
+from castwise.bridges.scripts.lint.run.values import (
+    Autocast,
     Box,
     Class,
     Const,
+    Contexts,
+    Function,
     Instance,
     Namespace,
     Scope,
@@ -18,14 +23,14 @@ from castwise.bridges.scripts.lint.values import (
     code,
 )
 
-if TYPE_CHECKING:
-    from castwise.bridges.scripts.lint.machine import Machine
+_LONG = 25
+"""Length of an expression from which on a variable's name stands for it in messages."""
 
 
 def bind(machine: Machine, target: ast.expr, over: Value | None, item: Value | None, scope: Scope) -> None:
     """Bind the target of a loop to an item, or to an unknown one of what the loop runs over."""
     if item is not None:
-        machine.assign(target, item, scope)
+        assign(machine, target, item, scope)
         return
     for each in ast.walk(target):
         if isinstance(each, ast.Name):
@@ -34,13 +39,15 @@ def bind(machine: Machine, target: ast.expr, over: Value | None, item: Value | N
             if over is not None:
                 new.modules, new.low, new.formats = over.modules, over.low, over.formats
                 new.is_of_gradients = over.is_of_gradients
-            machine.assign(each, new, scope)
+            assign(machine, each, new, scope)
 
 
 def assign(machine: Machine, target: ast.expr, value: Value, scope: Scope) -> None:
     """Bind a target of an assignment."""
     match target:
         case ast.Name(id=name):
+            if isinstance(value, Unknown) and value.made and len(value.text) > _LONG:
+                value.text = name
             scope.set(name, value)
         case ast.Attribute(value=of, attr=name):
             set_attribute(machine, machine.eval(of, scope), name, value)
@@ -52,12 +59,12 @@ def assign(machine: Machine, target: ast.expr, value: Value, scope: Scope) -> No
             elif value.low is not None and isinstance(box, (State, Unknown)):
                 box.low = value.low
         case ast.Starred(value=inner):
-            machine.assign(inner, value, scope)
+            assign(machine, inner, value, scope)
         case ast.Tuple(elts=parts) | ast.List(elts=parts):
             items = list(value.items.values()) if isinstance(value, Box) and not value.is_dict else []
             for number, part in enumerate(parts):
                 if len(items) == len(parts):
-                    machine.assign(part, items[number], scope)
+                    assign(machine, part, items[number], scope)
                 else:
                     _bind_part(machine, part, value, scope)
 
@@ -67,7 +74,7 @@ def _bind_part(machine: Machine, target: ast.expr, of: Value, scope: Scope) -> N
     new = machine.unknown(target, code(target), of)
     new.modules, new.low, new.made = of.modules, of.low, isinstance(of, Unknown) and of.made
     new.is_tensor = isinstance(of, Unknown) and of.is_tensor
-    machine.assign(target, new, scope)
+    assign(machine, target, new, scope)
 
 
 def set_attribute(machine: Machine, of: Value, name: str, value: Value) -> None:
@@ -80,8 +87,8 @@ def set_attribute(machine: Machine, of: Value, name: str, value: Value) -> None:
             module.low = value.low
     if isinstance(of, (Instance, Unknown)):
         of.fields[name] = value
-        if isinstance(of, Unknown) or (of.kind is not None and not machine.library.is_closed(of.kind)):
-            machine.library.escapes([value])
+        if isinstance(of, Unknown) or (of.kind is not None and not is_closed(of.kind)):
+            note_escape(machine, [value])
     elif isinstance(of, Class) and of.names is not None:
         of.names.set(name, value)
     elif isinstance(of, Namespace) and of.module is not None:
@@ -91,3 +98,23 @@ def set_attribute(machine: Machine, of: Value, name: str, value: Value) -> None:
 def key_of(index: Value) -> object:
     """A dictionary's key: the literal, or an object that equals no other."""
     return index.value if isinstance(index, Const) else object()
+
+
+def enter_value(machine: Machine, value: Value, node: ast.AST) -> Value:
+    """Enter a context manager; the result is what ``as`` binds."""
+    if isinstance(value, Autocast):
+        enter(machine, value)
+    elif isinstance(value, Contexts):
+        for each in value.regions:
+            enter(machine, each)
+    elif isinstance(value, Instance) and value.kind is not None:
+        method = value.kind.find("__enter__")
+        if isinstance(method, Function):
+            return machine.call_function(method, ([value], {}), node)
+    return value
+
+
+def enter(machine: Machine, region: Autocast) -> None:
+    """Enter an autocast region until the ``with`` that is executed ends."""
+    machine.regions.append(region)
+    machine.rules.entered(region)
