@@ -19,7 +19,7 @@ _CONCERNS = re.compile(
 """Words of mixed precision."""
 _TORCH = re.compile(rb"\btorch\b")
 _TRAINS = re.compile(
-    rb"\bbackward\b|\bstep\b|torch\.save|\bdump\(|add_argument|\.option\(|\.command\(|\bwith\b[^\n]*\band\b"
+    rb"\bautocast\b|\bbackward\b|\bstep\b|torch\.save|\bdump\(|add_argument|\.option\(|\.command\(|\bwith\b[^\n]*\band\b"
 )
 """Words of code in which rules can find anything."""
 _IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([\w.]+))", re.MULTILINE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -66,12 +65,6 @@ class View:
         }
         """Names of variables, everywhere: not attribute names or argument keywords."""
 
-    @functools.cached_property
-    def calls(self) -> list[tuple[cst.Call, str]]:
-        """All calls, each with the dotted name of the called function, by the script's imports; empty if it is not certain."""
-        calls = [node for node in self.nodes if isinstance(node, cst.Call)]
-        return [(call, self.origin(call.func) or "") for call in calls]
-
     # --- places -------------------------------------------------------------------------------------------
 
     def code(self, node: cst.CSTNode) -> str:
@@ -105,13 +98,6 @@ class View:
         """The block that contains the statement of a node; None if the block is on the line of its ``if`` or ``with``."""
         parent = self.parent(self.statement(node))
         return parent if isinstance(parent, (cst.IndentedBlock, cst.Module)) else None
-
-    def function(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The function, lambda, class or module whose code contains a node."""
-        for outer in self.around(node):
-            if isinstance(outer, (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.Module)):
-                return outer
-        return self.module
 
     def targets(self, statement: cst.CSTNode | None) -> list[cst.BaseExpression]:
         """The targets of an assignment; empty for anything else."""
