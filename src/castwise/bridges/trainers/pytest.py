@@ -26,10 +26,10 @@ MAX_TRIED = 12
 
 
 class PrecisionNotShown(AssertionError):
-    """The base class of both errors of :func:`assert_precision_safe`: a plan did not pass its parity test.
+    """The base class of both errors of :func:`assert_precision_safe`: a plan did not pass its test.
 
     Attributes:
-        result: The result of the parity test.
+        result: The result of the test, a :class:`castwise.ParityResult`.
     """
 
     def __init__(self, message: str, result: castwise.ParityResult) -> None:
@@ -38,11 +38,11 @@ class PrecisionNotShown(AssertionError):
 
 
 class PrecisionUnsafe(PrecisionNotShown):
-    """Raised if the plan's gradients can be told apart from fp32's, so that the plan fails."""
+    """Raised if the plan fails, because its gradients can be told apart from those of fp32."""
 
 
 class PrecisionUndecided(PrecisionNotShown):
-    """Raised if the parity test cannot decide whether the plan is safe."""
+    """Raised if the test cannot decide whether the plan is safe."""
 
 
 def assert_precision_safe(
@@ -57,33 +57,37 @@ def assert_precision_safe(
     record: Callable[[str, object], None] | None = None,
     **options: Any,
 ) -> castwise.ParityResult:
-    """Assert, by :func:`castwise.parity`, that a plan's gradients cannot be told apart from fp32's.
+    """Assert, by :func:`castwise.parity`, that a plan's gradients cannot be told apart from those of fp32.
 
-    The model and all random generators are restored afterwards, also after an error. All random draws start from ``seed``,
-    including those of a shuffling DataLoader. The same model, data and machine thus give the same result each time.
+    A plan decides the formats in which a model computes and stores its weights. Use this in a test, so that the test
+    fails when a change of the model makes the plan unsafe.
+
+    The model and all random generators are restored afterwards, also after an error. All random draws start from
+    ``seed``, including those of a shuffling DataLoader. The same model, data and machine thus give the same result
+    each time.
 
     Args:
         model: A torch.nn.Module in fp32, in any state of training.
-        loss: ``loss(model, batch)`` -> scalar tensor.
-        batches: A sequence of batches, a DataLoader, or ``batches(seed)`` -> iterator. The plan can
-            pass only after 29 batches, or after all that exist.
+        loss: A function ``loss(model, batch)`` that returns a scalar tensor.
+        batches: A sequence of batches, a DataLoader, or a function ``batches(seed)`` that returns an iterator. The
+            plan can pass only after 29 batches, or after all if fewer exist.
         plan: A :class:`castwise.Plan`, the name of a preset, or the path of a ``plan.json``.
-        undecided: What happens if the test cannot decide: ``fail`` raises :class:`PrecisionUndecided`, and ``skip`` skips
+        undecided: What happens if the test cannot decide. ``fail`` raises :class:`PrecisionUndecided`. ``skip`` skips
             the test.
-        max_tried: After a failure, the largest number of module classes that are tried in fp32, to find the class that makes
-            the plan fail.
-        seed: Seed of all random draws.
-        record: pytest's ``record_property``, which adds the result to pytest's reports. The fixture passes a function like
-            this.
-        **options: Options of :func:`castwise.parity`: ``optimizer``, ``accumulate``, ``world_size``, ``microbatches``,
-            ``device``.
+        max_tried: The largest number of module classes that are tried in fp32 after a failure, to find the class that
+            makes the plan fail.
+        seed: The seed of all random draws.
+        record: pytest's ``record_property``, which adds the result to pytest's reports. The fixture passes a function
+            like this.
+        **options: Options of :func:`castwise.parity`: ``optimizer``, ``accumulate``, ``world_size``, ``microbatches``
+            and ``device``.
 
     Returns:
-        The result of the parity test, which has passed.
+        The result of the test, which has passed.
 
     Raises:
-        PrecisionUnsafe: The plan fails. The message says which modules have inaccurate gradients, how far above the limit
-            they are, and what to try.
+        PrecisionUnsafe: The plan fails. The message says which modules have inaccurate gradients, how far above the
+            limit they are, and what to try.
         PrecisionUndecided: The test cannot decide. The message says what would help.
         CastwiseError: :func:`castwise.parity` cannot test the model, the batches or the plan.
         ValueError: ``undecided`` is neither ``fail`` nor ``skip``.

@@ -62,7 +62,7 @@ def tune(
     """Find the fastest precision plan whose gradients match those of fp32 within the noise of the data.
 
     A plan decides the formats in which a model computes and stores its weights. Pass either a workload, or a model, a
-    loss, batches and an optimizer. The search runs copies. Afterwards, also after an error, the model, the random
+    loss, batches and an optimizer. The search works on copies. Afterwards, also after an error, the model, the random
     generators and process-wide settings are unchanged. Training continues as if no search had been made.
 
     If torch.distributed is initialised, call this function on every rank with the same arguments. All ranks then

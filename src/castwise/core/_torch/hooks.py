@@ -189,7 +189,7 @@ def hook_first(module: torch.nn.Module, hook: Callable[..., Any], *, with_kwargs
 
     It does the same as ``module.register_forward_pre_hook(hook, prepend=True)``, but torch 2.11 can compile the
     result. torch's own function moves the hook to the front with ``move_to_end``. The guards of torch 2.11's Dynamo
-    read the keys of an OrderedDict in insertion order instead.
+    do not notice this, because they read the keys of an OrderedDict in insertion order.
 
     Args:
         module: The module whose forward the hook precedes.

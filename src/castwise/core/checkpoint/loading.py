@@ -149,8 +149,9 @@ def load(
     """Restore a training run from a checkpoint: weights, optimizer state, loss scale and random generators.
 
     All ranks must call this function together, after ``prepare``. With the plan and the layout over ranks of the
-    save, training resumes bit for bit. Under another plan, fp32 master weights take the saved fp32 weights, and the
-    loss scale is kept if both plans have a loss scale. Under another layout, each rank reads the parts that it needs.
+    save, training resumes bit for bit. Under another plan, the saved fp32 weights become the weights, or the fp32
+    master weights if the plan stores weights in bf16 or fp16 and keeps an fp32 copy for the optimizer. The loss scale
+    is kept if both plans have a loss scale. Under another layout, each rank reads the parts that it needs.
 
     Loading executes no code from the checkpoint, so its source need not be trusted. All ranks check the whole
     checkpoint before anything is changed. If a module or an optimizer still refuses something, the load is undone on

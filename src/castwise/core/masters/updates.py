@@ -35,7 +35,7 @@ def lamb_(
     decoupled: bool = True,
     adapt_all: bool = False,
 ) -> None:
-    """Make one step of the optimizer LAMB, which scales Adam's direction for each tensor by the tensor's norm.
+    """Make one step of LAMB, an optimizer that scales Adam's direction in proportion to the norm of each tensor.
 
     Parameters and running means are changed in place.
 

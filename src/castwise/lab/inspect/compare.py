@@ -79,11 +79,11 @@ def compare(
     """Compare a plan with a reference plan on one batch, and find the module calls that make the errors.
 
     A plan decides the formats in which a model computes and stores its weights. Use this when a model trains worse
-    under one plan than under another. The result tells, for each call of a module, forward and backward, whether the
-    call itself makes an error or only passes on the errors of earlier calls.
+    under one plan than under another. The result has an entry for each call of a module, forward and backward. It
+    tells whether the call itself makes an error or only passes on the errors of earlier calls.
 
     Calls with the same module path and number are compared with each other. Casts and operators that only one of the
-    plans has thus do not matter. The function runs copies. The model, its gradients, the random generators and
+    plans has thus do not matter. The function works on copies. The model, its gradients, the random generators and
     process-wide settings are unchanged when it returns, fails or is interrupted.
 
     The comparison runs five forward and backward passes, and six if the model makes discrete choices, such as an

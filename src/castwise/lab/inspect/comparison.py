@@ -26,24 +26,24 @@ Effect = Literal["born", "kernel", "amplifies", "rounding", "passes", "exact", "
 class Side:
     """The error of one module call in one direction, forward or backward.
 
-    One module call has two sides: forward and backward. An error is relative, that is ``||b - a|| / ||a||`` for a
-    tensor that is ``a`` under the reference plan and ``b`` under the second plan. If a call has several tensors, the
-    tensor with the largest error counts. Rounding to a format explains an error of a certain size. An error above
-    that size has another cause.
+    The error of a tensor is relative: ``||b - a|| / ||a||``. Here ``a`` is the tensor under the reference plan, and
+    ``b`` is the tensor under the second plan. If a call has several tensors, the tensor with the largest error
+    counts. Rounding to a format explains an error of a certain size. An error above that size has another cause.
 
     Attributes:
-        effect: What the call does to the error, as one of these words. ``born``: the call makes an error that
-            rounding to its format does not explain. ``kernel``: the call makes such an error, but would make none if
-            torch's kernels for layers, such as layer norm, rounded only their results. ``amplifies``: the call
-            magnifies rounding errors. ``rounding``: most of the error is the call's own rounding. ``passes``: most of
-            the error comes from the inputs. ``exact``: there is no difference. ``unseen``: nothing could be compared.
-        error: The error of the call's results. In forward, these are its outputs. In backward, these are the
+        effect: What the call does to the error, as one of the following words. ``born``: the call makes an error that
+            rounding to its format does not explain. ``kernel``: the call makes such an error, but only because
+            torch's kernels for layers, such as layer norm, round more than their results. ``amplifies``: the call
+            magnifies rounding errors. ``rounding``: most of the error is the rounding of the call itself. ``passes``:
+            most of the error comes from the inputs. ``exact``: the plans do not differ. ``unseen``: nothing could be
+            compared.
+        error: The error of the call's results. In forward, the results are its outputs. In backward, they are the
             gradients of its inputs and parameters.
-        incoming: The error of the tensors that the call receives. In forward, these are its inputs. In backward,
-            these are the gradients of its outputs.
-        own: The error that the call itself makes. It is measured on the inputs that the reference plan's pass gave to
-            the call.
-        expected: The part of ``own`` that rounding to the call's format explains.
+        incoming: The error of the tensors that the call receives. In forward, the call receives its inputs. In
+            backward, it receives the gradients of its outputs.
+        own: The error that the call itself makes. It is measured on the inputs that the call had under the reference
+            plan.
+        expected: The size of ``own`` that rounding to the call's format explains.
         where: The tensor that ``own`` and ``expected`` refer to. If the text says "largest element of", both are
             ``max |b - a| / max |a|``, which shows an error in few elements.
         rank: The rank with the worst result, if several processes took part. None for one process.

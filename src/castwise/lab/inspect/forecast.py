@@ -58,8 +58,8 @@ def forecast(
     the function counts how many values would overflow, become 0 or lose digits. A plan decides which tensors would be
     cast.
 
-    The function runs copies. The model, the random generators and process-wide settings are unchanged when it returns
-    or fails. Compiled models run uncompiled.
+    The function works on copies. The model, the random generators and process-wide settings are unchanged when it
+    returns or fails. Compiled models run uncompiled.
 
     If the model is in DistributedDataParallel or sharded by FSDP2, all its ranks must call this function together.
     Each rank passes its own batches. All ranks get one forecast over all batches. The gradients in it are those of a

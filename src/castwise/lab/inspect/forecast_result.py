@@ -175,7 +175,7 @@ class Forecast(Result):
     ranks: int = 1
 
     def region(self, path: str) -> RegionForecast:
-        """Return the forecast of the module with a path.
+        """Return the forecast of one module, by its path.
 
         Args:
             path: The path of the module. An empty text stands for the model itself.

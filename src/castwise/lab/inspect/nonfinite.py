@@ -259,7 +259,7 @@ def first_nonfinite(
 
     Raises:
         WorkloadError: The model cannot be copied, or the loss fails or is not differentiable.
-        PlanError: The plan does not fit the model, or ``loss_scale`` is given for a plan without one.
+        PlanError: The plan does not fit the model, or ``loss_scale`` is given for a plan without a loss scale.
         DeviceError: The device cannot run the plan.
     """
 

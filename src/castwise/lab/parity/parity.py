@@ -100,15 +100,14 @@ class ParityResult:
         verdict: ``pass``, ``fail`` or ``undecided``.
         reason: The reason for the verdict, in a sentence.
         damage: The damage, as an :class:`~castwise.numerics.damage.Estimate` with a 95 % interval.
-        adam: The damage in units of Adam's steps. None for other optimizers.
+        adam: The damage in units of Adam's steps. None if no optimizer of Adam's kind was given.
         regions: The damage of each module that has parameters of its own.
         floor: The damage of fp32 compared with fp32 under different rounding.
         repeat: The damage of fp32 compared with an identical second run. It is above 0 if the loss is not
             deterministic.
         lost_updates: The share of an optimizer's update that rounding loses, for plans that store parameters in bf16
             or fp16 without fp32 master weights. It is the largest share over the optimizer's parameter groups, and
-            over steps early and late in a training. None for other
-            plans, or if it was not measured.
+            over steps early and late in a training. None for other plans, or if it was not measured.
         loss_scale: The loss scale of the gradients. None under a plan without a loss scale.
         microbatches: The number of microbatches on which the plan was tested.
         per_update: The number of microbatches that are averaged for one update.
@@ -549,9 +548,9 @@ def parity(
     fp32 and under the plan, at the same weights and random draws. The plan passes if its error is too small to matter
     beside the noise of the data.
 
-    The function runs copies. The model, the random generators and process-wide settings are unchanged when it returns
-    or fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so a plan for a GPU can be tested on a
-    CPU.
+    The function works on copies. The model, the random generators and process-wide settings are unchanged when it
+    returns or fails. On a CPU, fp16 matrix products are computed in fp32 and rounded, so a plan for a GPU can be
+    tested on a CPU.
 
     Args:
         model: The model, in any training state. Its modes (dropout, frozen BatchNorm) are kept. Tensors stored in
@@ -569,8 +568,8 @@ def parity(
         microbatches: The initial number of microbatches, at least 4. To pass, a plan needs 29 in total, or all
             batches if fewer exist. If these do not decide, up to four times the initial number are drawn.
         device: The device of the run. By default it is the device of the model's parameters.
-        seed: The seed of random draws, and of the small random changes of the weights before each run. If ``batches`` is a function, it is called with this seed
-            too.
+        seed: The seed of random draws. It is also the seed of the small random changes that are made to the weights
+            before each run. If ``batches`` is a function, it is called with this seed too.
 
     Returns:
         The result, which is true in an ``if`` statement when the plan passed. Its main parts are ``.verdict``,

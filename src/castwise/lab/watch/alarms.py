@@ -80,7 +80,7 @@ LINES: Mapping[str, Line] = MappingProxyType({
     "no_update": Line(0.5, 0.25, patience=4),
     "audit": Line(0.5, 0.25),
 })
-"""The kinds of alarms, and the default line of each. The list says which value is compared with the line.
+"""The kinds of alarms, and the default thresholds of each. The list says which value is compared with the thresholds.
 
 - ``skipped_in_a_row``: the number of skipped steps in a row. Before the first step that is not skipped, while the loss scale is
 still being searched, 16 are allowed.
@@ -91,7 +91,7 @@ still being searched, 16 are allowed.
 - ``underflow``: the ``underflow`` of a module (:class:`RegionSample`); damage below 0.01 does not show in training.
 - ``update_ratio``: the ``update_ratio`` of a module.
 - ``grad_norm``: the gradient norm divided by the median of the last 32 samples, from the ninth sample on.
-- ``lost_updates``: the ``lost_updates`` over all modules. Training without masters is worse if more than about 5 % are lost
+- ``lost_updates``: the ``lost_updates`` over all modules. Training without fp32 master weights is worse if more than about 5 % are lost
 (docs/numerics.md).
 - ``loss``: how far a loss is above the median of earlier losses, in robust standard deviations. It counts if four losses in a
 row are far above the median and above half of the first losses.

@@ -161,7 +161,7 @@ class Monitor(OfThisProcess):
     def step(self) -> int:
         """The number of steps so far, including skipped steps.
 
-        If there are several optimizers, it is the number of the optimizer with the most steps.
+        If there are several optimizers, only the steps of the optimizer with the most steps count.
         """
         return max((turn.steps for turn in self._turns.values()), default=0)
 

@@ -271,8 +271,8 @@ class Recorder(OfThisProcess):
     def write(self, alarm: object = "asked for") -> None:
         """Request that a step is recorded, although it did not go wrong.
 
-        If ``copies`` is set, it is the current step, or the latest step if it is complete. Otherwise it is the next
-        step. All ranks must call this method.
+        If the recorder copies the weights (``copies=True``), the current step is recorded, or the latest step if no
+        step is in progress. Otherwise the next step is recorded. All ranks must call this method.
 
         Args:
             alarm: The reason for the request, as text or any object. This method can thus be passed to a monitor as

@@ -16,28 +16,29 @@ from castwise.lab.timing.environment import environment
 
 @dataclass(frozen=True)
 class RegionSample:
-    """Statistics of one module in one sampled step.
+    """Statistics of one module in one sampled step, without those of its submodules.
 
-    The module has parameters of its own. A value is None if it could not be observed. Unless a line says otherwise,
-    "its" parameters and outputs are those of the module, without its submodules.
+    The module has parameters of its own. A value is None if it could not be observed.
 
     Attributes:
         path: The path of the module. It is empty for the model itself.
-        grad_norm: The L2 norm of the unscaled gradients of its parameters, before the optimizer's step.
-        weight_norm: The L2 norm of its parameters before the step, or of their fp32 master weights if these exist.
+        grad_norm: The L2 norm of the unscaled gradients of the module's parameters, before the optimizer's step.
+        weight_norm: The L2 norm of the module's parameters before the step, or of their fp32 master weights if these
+            exist.
         update_ratio: The norm of the update divided by the norm of the weights. It is computed from at most
             ``ELEMENTS`` (16384) elements of each parameter.
-        drift: How far its weights moved between the previous sample and this step. It is the norm of the change
+        drift: How far the weights moved between the previous sample and this step. It is the norm of the change
             divided by the norm of the weights.
-        output: The largest magnitude of its outputs.
-        near_overflow: The share of the elements of its fp16 outputs that are above 65504 / 8. The largest fp16 number
-            is 65504.
-        zero: The share of exact zeros in the gradients of its fp16 outputs.
-        subnormal: The share of the nonzero elements of these gradients that are below fp16's smallest normal number.
-        underflow: An upper bound of the rounding error that subnormal numbers and zeros add to these gradients. It is
-            the squared error divided by the squared gradient.
-        lost_updates: The share of the squared norm of its updates that rounding has dropped since the previous
-            sample. It is measured if parameters are stored in bf16 or fp16 without fp32 master weights.
+        output: The largest magnitude of the module's outputs.
+        near_overflow: The share of the elements of the module's fp16 outputs that are above 65504 / 8. The largest
+            fp16 number is 65504.
+        zero: The share of exact zeros in the gradients of the module's fp16 outputs.
+        subnormal: The share of the nonzero elements of the same gradients that are below fp16's smallest normal
+            number.
+        underflow: An upper bound of the rounding error that subnormal numbers and zeros add to the same gradients. It
+            is the squared error divided by the squared gradient.
+        lost_updates: The share of the squared norm of the module's updates that rounding has dropped since the
+            previous sample. It is measured if parameters are stored in bf16 or fp16 without fp32 master weights.
     """
 
     path: str
@@ -147,7 +148,7 @@ class Audit:
             is also ``undecided`` if fp32 itself cannot be the reference, for example because its loss is not finite.
         reason: The reason for the verdict, in a sentence.
         damage: The damage. None if it was not computed.
-        adam: The damage in units of Adam's steps. None for other optimizers.
+        adam: The damage in units of Adam's steps. None if the optimizer is not of Adam's kind.
         microbatches: The number of microbatches that were compared, on all ranks.
         time_s: The time of the audit in seconds, during which training waits.
         regions: The modules that contribute most to the damage, the worst first. Each entry is a path and a share.

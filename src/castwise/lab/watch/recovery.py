@@ -57,8 +57,8 @@ class Recovery(OfThisProcess, Result):
     """Returns a diverged training run to its last good state and removes the cause of the divergence.
 
     Use it around the batches of a training loop. It saves the state of the training (a good state) at regular
-    intervals and checks each step. If the training diverges, it restores the last good state, and the loop repeats
-    the steps since then with one change that removes the cause.
+    intervals and checks each step. If the training diverges, it restores the last good state (this is a return).
+    The loop then repeats the steps since that state, with one change that removes the cause.
 
     .. code-block:: python
 

@@ -197,8 +197,9 @@ class Replay(Result):
         recorded_plan: The plan of the recorded run. A plan decides the formats in which a model computes and stores
             its weights.
         plan: The plan of this run.
-        recorded_losses: The recorded losses, in order.
-        losses: The losses of this run, in the same order.
+        recorded_losses: The recorded losses, in order. In :meth:`to_dict` a loss that is not finite is text, such as
+            ``nan``.
+        losses: The losses of this run, in the same order. Non-finite losses are text in :meth:`to_dict`.
         recorded_nonfinite: The names of the parameters that had non-finite gradients in the recorded run.
         nonfinite: The names of the parameters that have non-finite gradients in this run.
         exact: Whether all losses are bit-identical and the same gradients are not finite. It is None under another
@@ -289,10 +290,11 @@ def replay(
     rank: int | None = None,
     find: bool = True,
 ) -> Replay:
-    """Run a training step again that a :class:`castwise.Recorder` recorded, on a copy of the model.
+    """Run a recorded training step again, on a copy of the model.
 
-    Use this to find out why the step went wrong, or whether it goes well under another plan. A plan decides the
-    formats in which a model computes and stores its weights.
+    A :class:`castwise.Recorder` records steps that go wrong. Use this to find out why such a step went wrong, or
+    whether it goes well under another plan. A plan decides the formats in which a model computes and stores its
+    weights.
 
     Forward and backward of each microbatch start from the recorded weights, buffers, training modes, random states
     and loss scale. The losses and gradients are bit-identical to the recorded ones on a CPU with the same torch

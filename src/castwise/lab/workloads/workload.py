@@ -154,7 +154,7 @@ class Workload:
 
 
 def find_workload(spec: str) -> Workload:
-    """Return the workload (a training job) that has a name, as it is typed on the command line.
+    """Find a workload, that is a training job, by the name that is typed on the command line.
 
     Args:
         spec: The name of a built-in workload such as ``sine``, a built-in with options such as

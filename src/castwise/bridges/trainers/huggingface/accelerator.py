@@ -34,15 +34,20 @@ _made: weakref.WeakSet[Amp] = weakref.WeakSet()
 class CastwiseAccelerator(Accelerator):
     """An ``accelerate.Accelerator`` that prepares models and optimizers to train under a castwise plan.
 
-    A script that uses Accelerate changes only the line that creates the accelerator. fp16 plans scale the loss on every
-    device, including the CPU. ``optimizer.step_was_skipped`` is correct for every optimizer, and so schedulers pause at
-    every skipped step. ``save_state`` saves the loss scales. If the plan keeps fp32 master weights, it saves the weights in
-    fp32.
+    A plan decides the formats in which a model computes and stores its weights. A script that uses Accelerate changes
+    only the line that creates the accelerator::
+
+        accelerator = CastwiseAccelerator("bf16-mixed")
+
+    Plans that compute in fp16 scale the loss on every device, including the CPU. ``optimizer.step_was_skipped`` is
+    correct for every optimizer, so schedulers pause at every skipped step. ``save_state`` saves the loss scales. If
+    the plan keeps fp32 master weights, ``save_state`` saves the weights in fp32.
 
     Args:
-        plan: A :class:`~castwise.Plan`, the name of a preset, the path of a plan file, or a session. A session is an
-            :class:`~castwise.Amp` for the accelerator's device, which may have prepared models already.
-        prepare_options: Options of :meth:`castwise.Amp.prepare` for every model, such as ``{"methods": ("encode",)}``.
+        plan: A :class:`~castwise.Plan`, the name of a preset, the path of a plan file, or an :class:`~castwise.Amp`
+            for the accelerator's device. The :class:`~castwise.Amp` may have prepared models already.
+        prepare_options: Options of :meth:`castwise.Amp.prepare` for every model, such as ``{"methods":
+            ("encode",)}``.
         kwargs: The arguments of ``accelerate.Accelerator``, without ``mixed_precision``.
 
     Raises:
@@ -51,7 +56,7 @@ class CastwiseAccelerator(Accelerator):
     """
 
     amp: Amp
-    """The castwise session."""
+    """The :class:`castwise.Amp` that prepares the models."""
     _plain: type[Accelerator] = Accelerator
     """The class that an unpickled accelerator has. An accelerator of a subclass keeps the subclass, unless the subclass sets
     ``_plain`` itself."""
@@ -78,17 +83,18 @@ class CastwiseAccelerator(Accelerator):
         """Make an existing accelerator train under a plan, by changing its class in place.
 
         Args:
-            accelerator: An accelerator without ``mixed_precision`` that has prepared nothing yet. An instance of a subclass
-                keeps the behaviour of the subclass.
-            plan: As in the constructor.
-            prepare_options: As in the constructor.
+            accelerator: An accelerator without ``mixed_precision`` that has prepared nothing yet. An instance of a
+                subclass keeps the behaviour of the subclass.
+            plan: The plan, as for the constructor.
+            prepare_options: Options of :meth:`castwise.Amp.prepare`, as for the constructor.
 
         Returns:
             The same object.
 
         Raises:
-            PlanError: As in the constructor.
-            StateError: The accelerator has already prepared a model or an optimizer. Or as in the constructor.
+            PlanError: A precision setting is given in addition to the plan.
+            StateError: The accelerator has already prepared a model or an optimizer, or is configured for a sharding
+                method that sets its own precision.
         """
         if accelerator._models or accelerator._optimizers:
             raise StateError(
@@ -150,18 +156,19 @@ class CastwiseAccelerator(Accelerator):
     # --- preparing --------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models and their optimizers for the plan, and everything else as Accelerate does.
+        """Prepare models and their optimizers for the plan, and prepare everything else as Accelerate does.
 
         Args:
-            args: As in Accelerate. If the plan keeps fp32 master weights, pass a model and its optimizers in the same call.
-            device_placement: As in Accelerate.
+            args: The objects to prepare, as in Accelerate. If the plan keeps fp32 master weights, pass a model and
+                its optimizers in the same call.
+            device_placement: For each object, whether to move it to the device, as in Accelerate.
 
         Returns:
-            What Accelerate returns, in the same order.
+            The prepared objects, as Accelerate returns them, in the same order.
 
         Raises:
-            StateError: :meth:`castwise.Amp.prepare` refuses the model, or an optimizer is given without its model. Or a
-                session that no accelerator created has already prepared the model.
+            StateError: :meth:`castwise.Amp.prepare` refuses the model, an optimizer is given without its model, or
+                the model was already prepared by a :class:`castwise.Amp` that your own code has made.
         """
         optimizers = [inner(each) for each in args if isinstance(each, Optimizer)]
         places: Sequence[bool | None] = device_placement or [None] * len(args)
@@ -176,9 +183,9 @@ class CastwiseAccelerator(Accelerator):
         """Prepare a model for the plan, then as Accelerate does, and return the prepared model.
 
         Args:
-            model: As in :meth:`castwise.Amp.prepare`.
-            device_placement: As in Accelerate.
-            evaluation_mode: As in Accelerate.
+            model: The model, as for :meth:`castwise.Amp.prepare`.
+            device_placement: Whether to move the model to the device, as in Accelerate.
+            evaluation_mode: Whether the model is only evaluated, as in Accelerate.
         """
         self._take_in(model, [], device_placement)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
@@ -191,10 +198,11 @@ class CastwiseAccelerator(Accelerator):
 
         Args:
             optimizer: A torch optimizer.
-            device_placement: As in Accelerate.
+            device_placement: Whether to move the optimizer's state to the device, as in Accelerate.
 
         Returns:
-            The optimizer in a :class:`CastwiseOptimizer`, which steps through the castwise session.
+            A :class:`CastwiseOptimizer` around the optimizer. It steps through the accelerator's
+            :class:`castwise.Amp`.
 
         Raises:
             StateError: The optimizer updates no model that this accelerator prepared.
@@ -225,7 +233,7 @@ class CastwiseAccelerator(Accelerator):
             optimizers: The optimizers that update the model.
 
         Raises:
-            StateError: As in :meth:`prepare`.
+            StateError: The model cannot be prepared, for the same reasons as in :meth:`prepare`.
         """
         self._take_in(model, [inner(each) for each in optimizers], None)
 
@@ -271,14 +279,15 @@ class CastwiseAccelerator(Accelerator):
     # --- losses and gradients ---------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, scaled by the loss scale.
+        """Multiply a loss by the loss scale and compute its gradients.
 
         As in Accelerate, the loss is divided by the number of accumulated batches.
 
         Args:
             loss: A scalar of any floating dtype.
-            kwargs: As in :meth:`castwise.Amp.backward`, where ``name`` gives a loss a loss scale of its own.
-                ``learning_rate`` is for LOMO optimizers, which update weights inside the backward pass.
+            kwargs: The same options as for :meth:`castwise.Amp.backward`. One of them is ``name``, which gives the
+                loss a separate loss scale. ``learning_rate`` is for LOMO optimizers, which update weights inside the
+                backward pass.
 
         Raises:
             StateError: ``learning_rate`` is given without a LOMO optimizer.
@@ -300,10 +309,13 @@ class CastwiseAccelerator(Accelerator):
             )
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale, in place. Gradients that are not scaled are left unchanged.
+        """Divide gradients by the loss scale, in place.
+
+        Gradients that are not scaled are left unchanged.
 
         Args:
-            optimizer: The optimizers whose gradients are unscaled. By default these are all prepared optimizers.
+            optimizer: The optimizer, or several optimizers, whose gradients are unscaled. By default these are all
+                prepared optimizers.
         """
         given = self._optimizers if optimizer is None else optimizer
         for each in [given] if isinstance(given, Optimizer) else given:
@@ -312,15 +324,16 @@ class CastwiseAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Unscale gradients and clip them to a global norm.
+        """Divide gradients by the loss scale, and clip them so that their global norm is at most ``max_norm``.
 
         Args:
             parameters: Parameters of prepared models.
             max_norm: The largest norm. With ``inf``, the norm is computed and nothing is clipped.
-            norm_type: As in ``torch.nn.utils.clip_grad_norm_``.
+            norm_type: The order of the norm, as in ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
-            The norm before clipping, as a 0-dim tensor on the gradients' device. It is not finite if the step will be skipped.
+            The norm before clipping, as a 0-dim tensor on the gradients' device. It is not finite if the step will be
+            skipped.
 
         Raises:
             PlanError: ``max_norm`` is not a valid norm.
@@ -328,21 +341,21 @@ class CastwiseAccelerator(Accelerator):
         return self.amp.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Unscale gradients and clip each of their elements to ``[-clip_value, clip_value]``.
+        """Divide gradients by the loss scale, and clip each of their elements to ``[-clip_value, clip_value]``.
 
         Args:
             parameters: Parameters of prepared models.
-            clip_value: The largest magnitude.
+            clip_value: The largest magnitude of an element.
         """
         self.amp.clip_grad_value_(parameters, clip_value)
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Cast operators as the plan says inside a ``with`` block, for code outside prepared models.
+        """Return a context manager in which operators are cast by the plan, for code outside prepared models.
 
         Args:
-            autocast_handler: An ``AutocastKwargs``. With ``enabled=False``, the block runs in fp32. ``cache_enabled`` is as
-                in torch.
+            autocast_handler: An ``AutocastKwargs`` of Accelerate. With ``enabled=False``, the block runs in fp32.
+                ``cache_enabled`` works as in torch.
         """
         handler = self.autocast_handler if autocast_handler is None else autocast_handler
         enabled, cache = (True, None) if handler is None else (handler.enabled, handler.cache_enabled)
@@ -350,10 +363,12 @@ class CastwiseAccelerator(Accelerator):
             yield
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release all prepared objects, as Accelerate does, and close the castwise session if the accelerator created it.
+        """Release all prepared objects, as Accelerate does.
+
+        If the accelerator made its :class:`castwise.Amp` itself, the :class:`castwise.Amp` is closed.
 
         Args:
-            objects: As in Accelerate.
+            objects: The objects to release, as in Accelerate.
 
         Returns:
             A list with a None for each object.
@@ -372,7 +387,7 @@ class CastwiseAccelerator(Accelerator):
         return self.scaler.skipped_steps
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's state dict, as ``save_state`` and ``save_model`` save it.
+        """Return a model's state dict, with the contents that ``save_state`` and ``save_model`` save.
 
         If the plan keeps fp32 master weights, the weights in the state dict are in fp32.
 

@@ -34,12 +34,12 @@ def as_plain(kind: type, state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 class CastwiseOptimizer(AcceleratedOptimizer):
-    """Wraps an optimizer whose steps a castwise session makes.
+    """Wraps an optimizer so that a :class:`castwise.Amp` makes its steps in a script that uses Accelerate.
 
     Args:
-        optimizer: The optimizer, which the session has prepared.
-        amp: The session.
-        device_placement: As in Accelerate.
+        optimizer: The optimizer, which ``amp`` has prepared.
+        amp: The :class:`castwise.Amp` that unscales the gradients and steps.
+        device_placement: Whether to move the optimizer's state to the device, as in Accelerate.
     """
 
     result: StepResult | None = None
@@ -56,12 +56,14 @@ class CastwiseOptimizer(AcceleratedOptimizer):
         return as_plain(AcceleratedOptimizer, kept)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Unscale the gradients if they are still scaled, and step. The step is skipped if a gradient is not finite.
+        """Unscale the gradients if they are still scaled, and make a step.
 
-        While Accelerate accumulates gradients, this method does nothing.
+        The step is skipped if a gradient is not finite. While Accelerate accumulates gradients, this method does
+        nothing.
 
         Args:
-            closure: As in :meth:`castwise.Amp.step`. The closure calls ``accelerator.backward``.
+            closure: A function that computes the loss again, as for :meth:`castwise.Amp.step`. It calls
+                ``accelerator.backward``.
 
         Raises:
             StateError: The plan has a loss scale, and the gradients do not come from ``accelerator.backward``.
@@ -71,7 +73,7 @@ class CastwiseOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, also for fused optimizers. Reading this synchronises with the device."""
+        """Whether the last step was skipped, also for fused optimizers. Reading this waits for the device."""
         return self.result is not None and self.result.skipped
 
 

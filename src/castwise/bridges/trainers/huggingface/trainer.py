@@ -23,15 +23,18 @@ STATE = "castwise.json"
 
 
 class CastwiseMixin:
-    """Makes any subclass of ``transformers.Trainer`` train under a castwise plan: ``class Mine(CastwiseMixin, SFTTrainer)``.
+    """Makes any subclass of ``transformers.Trainer`` train under a castwise plan.
 
-    The trainer keeps its own accumulation, clipping, schedulers, evaluation, callbacks and overridden ``compute_loss``.
-    The plan controls how the model runs, how losses are scaled, and how gradients are unscaled, clipped and used in steps.
-    Checkpoints hold the loss scales and, if the plan keeps fp32 master weights, the weights in fp32. A resumed training thus
-    continues bit for bit.
+    A plan decides the formats in which a model computes and stores its weights. Use the class like this: ``class
+    Mine(CastwiseMixin, SFTTrainer): ...``, and pass the plan to the trainer as ``plan=``.
 
-    A skipped step does not advance schedulers. ``state.global_step`` still counts a skipped step, since the Trainer uses
-    that count to find its place in the data. ``skipped_steps`` in the log is the number of skipped steps.
+    The trainer keeps its own accumulation, clipping, schedulers, evaluation, callbacks and overridden
+    ``compute_loss``. The plan controls how the model runs, how losses are scaled, and how gradients are unscaled,
+    clipped and used in steps. Checkpoints have the loss scales and, if the plan keeps fp32 master weights, the
+    weights in fp32. A resumed training thus continues bit for bit.
+
+    A skipped step does not advance schedulers. ``state.global_step`` still counts a skipped step, since the Trainer
+    uses that count to find its place in the data. ``skipped_steps`` in the log is the number of skipped steps.
 
     Args:
         args: The positional arguments of the trainer.
@@ -40,7 +43,8 @@ class CastwiseMixin:
         kwargs: The keyword arguments of the trainer.
 
     Raises:
-        PlanError: Another precision setting is given in addition to the plan, such as ``TrainingArguments(bf16=True)``.
+        PlanError: Another precision setting is given in addition to the plan, such as
+            ``TrainingArguments(bf16=True)``.
         StateError: The trainer is configured for a sharding method that sets its own precision.
     """
 
@@ -61,11 +65,11 @@ class CastwiseMixin:
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator as the trainer does, and make the accelerator train under the plan.
+        """Create the accelerator as the trainer does, and make it train under the plan.
 
         Raises:
-            PlanError: As in the constructor.
-            StateError: As in the constructor.
+            PlanError: Another precision setting is given in addition to the plan.
+            StateError: The trainer is configured for a sharding method that sets its own precision.
         """
         check_version("transformers")
         names = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
@@ -158,14 +162,15 @@ class CastwiseMixin:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the trainer does, and add ``skipped_steps`` and the ``loss_scale``, if there is one, to a training loss.
+        """Log as the trainer does, and add castwise's values to the log of a training loss.
 
-        If skipped steps made buffers non-finite, ``restored_buffers`` is added too. This is how often buffers were restored.
+        These are ``skipped_steps`` and, if the plan has a loss scale, ``loss_scale``. If skipped steps made buffers
+        non-finite, ``restored_buffers`` is added too. It is how often buffers were restored.
 
         Args:
-            logs: Values by name.
-            args: As in the trainer.
-            kwargs: As in the trainer.
+            logs: The values by name.
+            args: Further positional arguments, as in the trainer.
+            kwargs: Further keyword arguments, as in the trainer.
         """
         if self.is_in_train and "loss" in logs:
             scaler = self.accelerator.scaler

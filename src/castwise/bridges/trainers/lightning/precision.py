@@ -61,25 +61,27 @@ _WRAPPING = (
 class CastwisePrecision(Precision):
     """A Lightning precision plug-in that makes a Trainer or Fabric train under a castwise plan.
 
-    Pass the plug-in as ``Trainer(plugins=[CastwisePrecision(plan)])`` or ``Fabric(plugins=[CastwisePrecision(plan)])``.
+    A plan decides the formats in which a model computes and stores its weights. Pass the plug-in as
+    ``Trainer(plugins=[CastwisePrecision(plan)])`` or ``Fabric(plugins=[CastwisePrecision(plan)])``.
 
     Args:
         plan: A :class:`~castwise.Plan`, the name of a preset, or the path of a plan file.
-        model: Paths of the submodules that run under the plan, such as ``"net"``. The rest of the ``LightningModule``,
-            including its loss, is unchanged. By default the whole module runs under the plan, including ``training_step``
-            and the other steps, as with Lightning's own precisions. Plans that store parameters in bf16 or fp16 then also
-            cast the floating tensors of a batch, including targets. The plan's regions name modules relative to the
-            submodules given here.
-        methods: Methods besides ``forward`` and the steps that code outside the model calls, and that run under the plan.
-        nonfinite: As in :class:`castwise.Amp`.
-        patience: As in :class:`castwise.Amp`.
-        group: As in :class:`castwise.Amp`.
+        model: The paths of the submodules that run under the plan, such as ``"net"``. The rest of the
+            ``LightningModule``, including its loss, is unchanged. The plan's regions name modules relative to these
+            submodules. By default the whole module runs under the plan, including ``training_step`` and the other
+            steps, as with Lightning's own precisions. Plans that store parameters in bf16 or fp16 then also cast the
+            floating tensors of a batch, including targets.
+        methods: The names of methods that code outside the model calls, and that run under the plan. ``forward`` and
+            the steps run under the plan anyway.
+        nonfinite: What happens at a gradient that is not finite, as in :class:`castwise.Amp`.
+        patience: The number of skipped steps in a row before an error, as in :class:`castwise.Amp`.
+        group: The process group that trains the model, as in :class:`castwise.Amp`.
 
     Attributes:
         plan: The plan.
-        last_step: The :class:`~castwise.StepResult` of the last optimizer step; None before the first. If
-            ``last_step.skipped`` is true, do not step a learning-rate scheduler by hand. Schedulers that a Trainer steps at
-            the interval ``"step"`` pause automatically.
+        last_step: The :class:`~castwise.StepResult` of the last optimizer step. None before the first step. If
+            ``last_step.skipped`` is true, do not step a learning-rate scheduler by hand. Schedulers that a Trainer
+            steps at the interval ``"step"`` pause automatically.
 
     Raises:
         PlanError: The plan does not exist or is invalid, or ``model`` is not a path.
@@ -141,12 +143,15 @@ class CastwisePrecision(Precision):
 
     @property
     def amp(self) -> Amp:
-        """The :class:`castwise.Amp` session of the model, which is created at its first use."""
+        """The :class:`castwise.Amp` that prepares the model. It is created when it is first used."""
         return self._open(None)
 
     @property
     def scaler(self) -> Any:
-        """The :class:`castwise.GradScaler` of the session. None if the plan has no loss scale or there is no session yet."""
+        """The :class:`castwise.GradScaler` that has the loss scale.
+
+        None if the plan has no loss scale, or before :attr:`amp` was created.
+        """
         return None if self.plan.loss_scale is None or self._amp is None else self._amp.scaler
 
     def _open(self, device_type: str | None) -> Amp:
@@ -167,9 +172,9 @@ class CastwisePrecision(Precision):
 
         Args:
             model: The module to shard: the whole model or a submodule.
-            mesh: ``device_mesh["data_parallel"]`` of the strategy.
-            blocks: As in :meth:`castwise.Amp.fully_shard`.
-            options: As in :meth:`castwise.Amp.fully_shard`.
+            mesh: The device mesh, which is ``device_mesh["data_parallel"]`` of the strategy.
+            blocks: The modules that are sharded individually, as in :meth:`castwise.Amp.fully_shard`.
+            options: Options of ``fully_shard``, as in :meth:`castwise.Amp.fully_shard`.
 
         Returns:
             The model.
@@ -278,7 +283,10 @@ class CastwisePrecision(Precision):
         return model, optimizers, [Resting(config, self) for config in lr_schedulers]
 
     def teardown(self) -> None:
-        """Close the session, after which the model has fp32 weights. :meth:`state_dict` keeps returning the last state."""
+        """Undo the preparation of the model, after which it has fp32 weights.
+
+        :meth:`state_dict` keeps returning the last state.
+        """
         while self._undo:
             self._undo.pop()()
         self._roots.clear()
