@@ -39,7 +39,11 @@ class Covered:
 
 @functools.cache
 def covered(package: str) -> tuple[Covered, ...]:
-    """Return every public name of ``apex`` or ``colossalai`` with its status, in the order of the documentation."""
+    """Return what castwise's replacement does for each public name of a package, in the order of the documentation.
+
+    Args:
+        package: ``"apex"`` or ``"colossalai"``.
+    """
     text = resources.files(__package__).joinpath(package, "coverage.toml").read_text(encoding="utf-8")
     parts = {name: said.partition(": ") for name, said in tomllib.loads(text).items()}
     return tuple(Covered(name, status, note) for name, (status, _, note) in parts.items())

@@ -86,15 +86,17 @@ class _Loader(importlib.abc.Loader):
 
 
 def install(*packages: str) -> tuple[str, ...]:
-    """Make ``import apex`` and ``import colossalai`` find castwise's replacements in this process.
+    """Make ``import apex`` and ``import colossalai`` import castwise's replacements in this process.
 
-    A real package takes precedence. The replacement is used only if the package is missing, or is an Apex without ``amp``.
+    Call it at the head of a script whose imports should stay as they are. If the real package is installed, the import
+    still finds the real package. The only exception is an Apex without ``apex.amp``, which is replaced.
 
     Args:
-        packages: The packages to replace. If none is named, castwise replaces both.
+        packages: The names of the packages to replace, ``"apex"`` and ``"colossalai"``. Without arguments, both are
+            replaced.
 
     Returns:
-        The packages that are imported from castwise now.
+        The names of the packages that are imported from castwise from now on.
 
     Raises:
         ValueError: castwise has no replacement for a package.
@@ -121,7 +123,7 @@ def _is_real(package: str) -> bool:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`, and remove the modules imported meanwhile, such as ``apex.amp``, from ``sys.modules``."""
+    """Undo :func:`install`, and remove the replaced modules, such as ``apex.amp``, from ``sys.modules``."""
     for finder in [finder for finder in sys.meta_path if isinstance(finder, _Finder)]:
         _remove(finder)
 
@@ -134,9 +136,12 @@ def _remove(finder: _Finder) -> None:
 
 @contextlib.contextmanager
 def serving(package: str) -> Iterator[None]:
-    """Install castwise's replacement of a package inside a ``with`` block.
+    """Return a context manager inside which a package is imported from castwise, as after :func:`install`.
 
-    Nothing is installed if the real package is available or the replacement is installed already.
+    It does nothing if the real package is available or if the replacement is installed already.
+
+    Args:
+        package: ``"apex"`` or ``"colossalai"``.
     """
     if package in sys.modules or importlib.util.find_spec(package) is not None:
         yield

@@ -44,7 +44,10 @@ _Configuration = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Return an argument parser for the arguments of :func:`launch`, such as ``--config``, ``--host`` and ``--rank``."""
+    """Return an argument parser for scripts that call :func:`launch`.
+
+    Its arguments are those of :func:`launch`, such as ``--config``, ``--host`` and ``--rank``.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=str, help="path of the configuration, a Python file")
     parser.add_argument("--host", type=str, help="address of the first process")
@@ -69,19 +72,19 @@ def launch(
 ) -> None:
     """Start torch.distributed, read the configuration, create the process groups and seed the random generators.
 
-    Args:
-        config: A dict, or the path of a Python file.
-        rank: Rank of this process.
-        world_size: Number of processes.
-        host: Address of the first process.
-        port: Port of the first process.
-        backend: The backend of torch.distributed. ``nccl`` becomes ``gloo`` if there is no CUDA device.
-        local_rank: Rank of this process on its machine, which is the index of its accelerator. By default it is the rank
-            modulo the number of accelerators.
-        seed: The seed of Python, NumPy and torch, equal on all ranks.
-        verbose: Log a line at the end.
-
     If torch.distributed is initialised already, it is not started again.
+
+    Args:
+        config: The configuration as a dict, or the path of a Python file.
+        rank: The rank of this process.
+        world_size: The number of processes.
+        host: The address of the first process.
+        port: The port of the first process.
+        backend: The backend of torch.distributed. ``nccl`` is replaced by ``gloo`` if there is no CUDA device.
+        local_rank: The rank of this process on its machine, which is the index of its accelerator. The default is the
+            rank modulo the number of accelerators.
+        seed: The seed of Python, NumPy and torch, which is the same on all ranks.
+        verbose: Whether to log a line at the end.
     """
     kind = default_device_type()
     if kind != "cpu":
@@ -127,7 +130,7 @@ def _launch_by(
 def launch_from_torch(
     config: _Configuration, backend: str = "nccl", seed: int = 1024, verbose: bool = True
 ) -> None:
-    """Call :func:`launch` with the ranks, host and port that torchrun has put into environment variables.
+    """Call :func:`launch` with the ranks, host and port from the environment variables that torchrun sets.
 
     The variables are RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
     """
@@ -145,7 +148,10 @@ def launch_from_slurm(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Call :func:`launch` with the rank and world size of SLURM's variables SLURM_PROCID and SLURM_NPROCS."""
+    """Call :func:`launch` with the rank and the number of processes from SLURM's environment variables.
+
+    The variables are SLURM_PROCID and SLURM_NPROCS.
+    """
     names = {"rank": "SLURM_PROCID", "world_size": "SLURM_NPROCS"}
     given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
     _launch_by("slurm", "srun", config, names, **given)
@@ -159,7 +165,10 @@ def launch_from_openmpi(
     seed: int = 1024,
     verbose: bool = True,
 ) -> None:
-    """Call :func:`launch` with the ranks and world size of Open MPI's variables, such as OMPI_COMM_WORLD_RANK."""
+    """Call :func:`launch` with the ranks and the number of processes from Open MPI's environment variables.
+
+    The variables are OMPI_COMM_WORLD_RANK and similar ones.
+    """
     names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "SIZE"}
     names = {key: f"OMPI_COMM_WORLD_{name}" for key, name in names.items()}
     given = {"host": host, "port": port, "backend": backend, "seed": seed, "verbose": verbose}
@@ -176,24 +185,25 @@ def initialize(
     ophooks: Any = None,
     verbose: bool = True,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Create an engine from training components, as the configuration ``gpc.config`` says.
+    """Create an engine from a model, an optimizer and other parts of a training, as the configuration says.
 
-    The options that are read are ``fp16``, ``clip_grad_norm``, ``gradient_accumulation``, ``zero``, ``parallel``,
-    ``NUM_MICRO_BATCHES``, ``torch_ddp``, ``cudnn_benchmark`` and ``cudnn_deterministic``.
+    The configuration is the one that :func:`launch` has read. Its options ``fp16``, ``clip_grad_norm``,
+    ``gradient_accumulation``, ``zero``, ``parallel``, ``NUM_MICRO_BATCHES``, ``torch_ddp``, ``cudnn_benchmark`` and
+    ``cudnn_deterministic`` are used.
 
     Args:
-        model: The model, on any device, or a function that creates the model. In a pipeline, it is this rank's stage. See
-            :func:`castwise.compat.colossalai.builder.build_pipeline_model`.
-        optimizer: A torch optimizer, or a function from parameters to an optimizer.
-        criterion: Computes the loss from outputs and targets.
-        train_dataloader: Yields ``(inputs, targets)``.
-        test_dataloader: Yields ``(inputs, targets)`` for evaluation.
+        model: The model, on any device, or a function that creates the model. In a pipeline, it is the stage of this
+            rank; see :func:`castwise.compat.colossalai.builder.build_pipeline_model`.
+        optimizer: A torch optimizer, or a function that takes parameters and returns an optimizer.
+        criterion: A callable that computes the loss from outputs and targets.
+        train_dataloader: A data loader of pairs ``(inputs, targets)``.
+        test_dataloader: A data loader of pairs ``(inputs, targets)`` for evaluation.
         lr_scheduler: A learning-rate scheduler of the optimizer, from torch or from this package.
-        ophooks: Not supported; must be empty.
-        verbose: Log the configuration.
+        ophooks: Not supported. It must be None or empty.
+        verbose: Whether to log the configuration.
 
     Returns:
-        ``(engine, train_dataloader, test_dataloader, lr_scheduler)``.
+        The tuple ``(engine, train_dataloader, test_dataloader, lr_scheduler)``.
 
     Raises:
         StateError: ``launch`` has not been called, or ``ophooks`` are given.

@@ -16,12 +16,14 @@ __all__ = ["DeviceAutocast", "DeviceScaler"]
 
 
 class DeviceAutocast(castwise.autocast):
-    """A :class:`castwise.autocast` of one device type.
+    """A :class:`castwise.autocast` for one type of device, with the arguments of ``torch.cuda.amp.autocast``.
 
     Args:
-        enabled: False makes an fp32 block.
-        dtype: As in torch, or a plan as in :class:`castwise.autocast`.
-        cache_enabled: Whether fp32 weights keep their low-precision copy until the outermost block ends.
+        enabled: Whether operators are cast. In a block with False, nothing is cast.
+        dtype: The dtype to which operators are cast, as in torch. A plan, or the name of a preset or format, is
+            accepted too.
+        cache_enabled: Whether the bf16 or fp16 copies of fp32 weights are kept and reused until the outermost block
+            ends.
     """
 
     DEVICE: ClassVar[str]
@@ -34,7 +36,11 @@ class DeviceAutocast(castwise.autocast):
 
 
 class DeviceScaler(castwise.GradScaler):
-    """A :class:`castwise.GradScaler` of one device type; ``extras`` are its arguments that torch does not have."""
+    """A :class:`castwise.GradScaler` for one type of device, with the arguments of ``torch.cuda.amp.GradScaler``.
+
+    The keyword arguments ``extras`` are those arguments of :class:`castwise.GradScaler` that torch's class does not
+    have.
+    """
 
     DEVICE: ClassVar[str]
 

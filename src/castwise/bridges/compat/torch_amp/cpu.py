@@ -12,7 +12,7 @@ __all__ = ["GradScaler", "autocast"]
 
 
 class autocast(DeviceAutocast, autocast_mode.autocast):  # noqa: N801 - as torch names it
-    """A :class:`castwise.autocast` on the CPU, in bf16 unless ``dtype`` is given."""
+    """A :class:`castwise.autocast` for the CPU, which casts to bf16 unless another ``dtype`` is given."""
 
     DEVICE = "cpu"
     # Torch's only names the arguments, and torch.compile does not trace it.
@@ -34,6 +34,6 @@ class _Torchs(grad_scaler.GradScaler):
 
 
 class GradScaler(DeviceScaler, _Torchs):
-    """A :class:`castwise.GradScaler` on the CPU."""
+    """A :class:`castwise.GradScaler` for gradients on the CPU."""
 
     DEVICE = "cpu"

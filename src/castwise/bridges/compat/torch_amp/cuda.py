@@ -17,7 +17,7 @@ custom_fwd = functools.partial(castwise.custom_fwd, device_type="cuda")
 
 
 class autocast(DeviceAutocast, torch.cuda.amp.autocast):  # noqa: N801 - as torch names it
-    """A :class:`castwise.autocast` on CUDA, in fp16 unless ``dtype`` is given."""
+    """A :class:`castwise.autocast` for CUDA, which casts to fp16 unless another ``dtype`` is given."""
 
     DEVICE = "cuda"
     # Torch's only names the arguments, and torch.compile does not trace it.
@@ -39,6 +39,6 @@ class _Torchs(torch.cuda.amp.GradScaler):
 
 
 class GradScaler(DeviceScaler, _Torchs):
-    """A :class:`castwise.GradScaler` on CUDA."""
+    """A :class:`castwise.GradScaler` for gradients on CUDA."""
 
     DEVICE = "cuda"

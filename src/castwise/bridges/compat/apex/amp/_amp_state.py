@@ -58,6 +58,12 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the parameters that an optimizer updates, group by group. These are the fp32 master weights, if there are any."""
+    """Iterate over the parameters that an optimizer updates, group by group.
+
+    If the optimizer keeps fp32 master weights of parameters in fp16 or bf16, the iterator returns the master weights.
+
+    Args:
+        optimizer: The optimizer.
+    """
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -50,30 +50,32 @@ def initialize(
 
     Args:
         models: A module, or a list of modules.
-        optimizers: An optimizer, a list of optimizers, or None for inference.
-        enabled: False makes everything in ``amp`` do nothing.
-        opt_level: ``O0`` is fp32. ``O1`` casts around operators, in all code. ``O2`` stores models in half, with fp32 master
-            weights. ``O3`` stores models in half.
+        optimizers: An optimizer, a list of optimizers, or None if the models are only evaluated.
+        enabled: Whether mixed precision is used. With False, all functions of ``amp`` do nothing.
+        opt_level: The optimization level. ``O0`` trains in fp32. ``O1`` casts the inputs of operators, in all code of
+            the process. ``O2`` stores models in fp16, and the optimizers update fp32 copies of the weights (master
+            weights). ``O3`` stores models in fp16 without master weights.
         cast_model_type: The dtype in which models are stored: fp16, bf16 or fp32. False leaves models unchanged.
-        patch_torch_functions: False leaves out the casts of ``O1``.
-        keep_batchnorm_fp32: Keep BatchNorm modules that have weights in fp32. ``"True"`` and ``"False"`` are accepted too.
-        master_weights: Keep fp32 master weights in the optimizers.
-        loss_scale: ``"dynamic"`` or a number, also as text.
-        cast_model_outputs: The dtype to which the models' floating outputs are cast.
-        num_losses: Number of loss scales. ``scale_loss(loss_id=...)`` chooses a scale.
-        verbosity: 0 prints nothing.
-        min_loss_scale: The smallest value of dynamic loss scales.
-        max_loss_scale: The largest value of dynamic loss scales.
+        patch_torch_functions: Whether the casts of ``O1`` are made. None means the default of the level.
+        keep_batchnorm_fp32: Whether BatchNorm modules that have weights stay in fp32. The strings ``"True"`` and
+            ``"False"`` are accepted too.
+        master_weights: Whether the optimizers keep fp32 master weights.
+        loss_scale: ``"dynamic"``, or the fixed scale as a number or as text.
+        cast_model_outputs: The dtype to which the floating outputs of the models are cast.
+        num_losses: The number of loss scales. ``scale_loss(loss_id=...)`` selects one of them.
+        verbosity: With 0, nothing is printed.
+        min_loss_scale: The smallest value of a dynamic loss scale.
+        max_loss_scale: The largest value of a dynamic loss scale.
         patch_torch_functions_type: The dtype of the casts of ``O1``: fp16 or bf16, as in AMD's Apex. None means fp16.
 
     Returns:
-        ``models``, or ``models, optimizers`` if optimizers were given. Lists are returned where lists were given.
+        ``models``, or the tuple ``(models, optimizers)`` if optimizers were given. Each is a list if a list was given.
 
     Raises:
-        RuntimeError: The level does not exist, options contradict each other, an optimizer is given twice, or a model
-            is already stored in half or wrapped for data parallelism.
-        TypeError: Models or optimizers are in a container other than a list, or an optimizer's parameters are neither fp32
-            nor half.
+        RuntimeError: The level does not exist, options contradict each other, or an optimizer is given twice. Or a
+            model is already stored in fp16 or bf16, or is wrapped for data parallelism.
+        TypeError: Models or optimizers are in a container other than a list, or an optimizer's parameters are neither
+            fp32, fp16 nor bf16.
     """
     _amp_state.opt_properties = properties = Properties()
     _amp_state.verbosity = verbosity
@@ -203,11 +205,17 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> Any:
-    """Activate the casts of level ``O1``, as Apex's first API did, and return their handle.
+    """Start the casts of optimization level ``O1`` in all code of the process, as Apex's first API did.
 
-    With ``enabled=False``, the handle is returned and no casts are made. ``enable_caching`` and ``verbose`` are stored without
-    effect: no model is passed here whose cast weights could be cached. With ``allow_banned``, ``binary_cross_entropy``
-    runs in fp32 instead of raising an error.
+    Args:
+        enabled: Whether casts are made. With False, the returned handle does nothing.
+        loss_scale: ``"dynamic"`` or a number: the loss scale that the handle uses.
+        enable_caching: Stored without effect. No model is passed to this function whose cast weights could be cached.
+        verbose: Stored without effect.
+        allow_banned: Whether ``binary_cross_entropy`` runs in fp32. Otherwise it raises an error for fp16 inputs.
+
+    Returns:
+        The handle, which scales losses and can end the casts.
     """
     _end_casts()
     where, half = casting.device_type_of([]), torch.float16
@@ -218,9 +226,13 @@ def init(
 
 
 def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[str, Any]:
-    """Return the loss scales as Apex does: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
+    """Return the loss scales in Apex's form: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
 
-    They are written to ``destination``, if given. If ``amp`` is disabled, the result has no entries.
+    ``unskipped`` is the number of backward passes since the last overflow or growth. If ``amp`` is disabled, the result
+    has no entries.
+
+    Args:
+        destination: A dictionary to which the entries are added, if given.
     """
     destination = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_amp_state.loss_scalers):
@@ -232,9 +244,13 @@ def state_dict(destination: OrderedDict[str, Any] | None = None) -> OrderedDict[
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load loss scales saved by this module or by real Apex.
+    """Load loss scales that were saved by this module or by the real Apex.
 
-    If fewer or more scales were saved than ``num_losses``, as many are loaded as both have, from the first one on.
+    If the number of saved scales differs from ``num_losses``, the first scales are loaded, as many as exist on both
+    sides.
+
+    Args:
+        state_dict: The dictionary that ``amp.state_dict()`` returned.
 
     Raises:
         RuntimeError: A key does not belong to a loss scale.

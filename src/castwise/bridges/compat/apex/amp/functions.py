@@ -97,25 +97,36 @@ def _casting(
 
 
 def half_function(fn: _F) -> _F:
-    """Decorate a function so that floating arguments are cast to half while the casts of level ``O1`` are active.
+    """Decorate a function so that its floating arguments are cast to fp16 while the casts of level ``O1`` are active.
 
-    Half is bf16 if ``O1`` uses bf16, else fp16. A torch function on Apex's cast lists runs in half, whatever the lists say.
+    If ``O1`` casts to bf16, the arguments are cast to bf16. A torch function then runs in that format even if Apex's
+    lists say otherwise.
+
+    Args:
+        fn: The function to decorate.
     """
     return _casting(fn, lambda handle, _: handle.dtype, lower_function)
 
 
 def float_function(fn: _F) -> _F:
-    """Decorate a function so that floating arguments are cast to fp32 while the casts of level ``O1`` are active.
+    """Decorate a function so that its floating arguments are cast to fp32 while the casts of level ``O1`` are active.
 
-    A torch function on Apex's cast lists runs in fp32, whatever the lists say.
+    A torch function then runs in fp32 even if Apex's lists say otherwise.
+
+    Args:
+        fn: The function to decorate.
     """
     return _casting(fn, lambda _handle, _values: torch.float32, fp32_function)
 
 
 def promote_function(fn: _F) -> _F:
-    """Decorate a function so that floating arguments are cast to the widest dtype among them.
+    """Decorate a function so that its floating arguments are cast to the widest dtype among them.
 
-    They are cast while the casts of level ``O1`` are active. Apex's cast lists take precedence inside the function.
+    The casts are made while the casts of level ``O1`` are active. Operators inside the function still follow Apex's
+    lists.
+
+    Args:
+        fn: The function to decorate.
     """
 
     def choose(handle: Any, values: Any) -> torch.dtype | None:
@@ -133,17 +144,32 @@ def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Make the next ``initialize`` with O1 put :func:`half_function` around a function of a module or a class."""
+    """Make the next ``initialize`` with O1 decorate a function by :func:`half_function`.
+
+    Args:
+        module: The module or the class that has the function.
+        name: The name of the function.
+    """
     _register(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Make the next ``initialize`` with O1 put :func:`float_function` around a function of a module or a class."""
+    """Make the next ``initialize`` with O1 decorate a function by :func:`float_function`.
+
+    Args:
+        module: The module or the class that has the function.
+        name: The name of the function.
+    """
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Make the next ``initialize`` with O1 put :func:`promote_function` around a function of a module or a class."""
+    """Make the next ``initialize`` with O1 decorate a function by :func:`promote_function`.
+
+    Args:
+        module: The module or the class that has the function.
+        name: The name of the function.
+    """
     _register(module, name, promote_function)
 
 

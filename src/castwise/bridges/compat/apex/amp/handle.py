@@ -25,28 +25,33 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> contextlib.AbstractContextManager[torch.Tensor]:
-    """Scale a loss for its backward pass, and unscale and check the gradients after it.
+    """Return a context manager that scales a loss, and unscales and checks the gradients after the backward pass.
+
+    Run the backward pass inside the block::
 
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    Gradients that exist already are set aside and added afterwards, so that gradients accumulate over losses and
-    microbatches. If a new gradient is not finite, the loss scale is halved and the next step of each optimizer does
-    nothing. The casts of ``O1`` are off inside the block, since backward needs none.
+    On exit, the gradients of this loss are divided by the loss scale and added to the gradients that existed before. So
+    gradients can be accumulated over several losses and batches. If a new gradient is infinite or NaN, the loss scale
+    is halved, and the next step of each optimizer does nothing. The casts of ``O1`` are off inside the block, since the
+    backward pass needs none.
 
     Args:
-        loss: The loss, of any shape and floating dtype; it is scaled in fp32.
-        optimizers: The optimizers whose parameters get gradients from this loss: a single optimizer, or a list or tuple.
-        loss_id: Index of the loss scale to use, below ``num_losses``.
+        loss: The loss, of any shape and floating dtype. It is scaled in fp32.
+        optimizers: The optimizers whose parameters get gradients from this loss: one optimizer, or a list or tuple.
+        loss_id: The index of the loss scale to use, which is below ``num_losses``.
         model: Ignored, as in Apex.
-        delay_unscale: Leave the gradients scaled and the loss scale unchanged. A later block without this argument unscales
-            and checks them.
-        delay_overflow_check: Unscale the gradients, but leave the loss scale unchanged and skip no step.
+        delay_unscale: Whether to leave the gradients scaled and the loss scale unchanged. A later block without this
+            argument then unscales and checks the gradients.
+        delay_overflow_check: Whether to unscale the gradients without updating the loss scale and without skipping
+            steps.
 
     Raises:
-        RuntimeError: Called before ``initialize``.
+        RuntimeError: The function was called before ``initialize``.
         IndexError: ``loss_id`` is ``num_losses`` or more.
-        LossScaleError: Gradients still are not finite although the loss scale has fallen to fp32's smallest normal number.
+        LossScaleError: Gradients are still infinite or NaN although the loss scale has fallen to the smallest normal
+            fp32 number.
     """
     properties = getattr(_amp_state, "opt_properties", None)
     if properties is None:
@@ -71,7 +76,10 @@ def scale_loss(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Turn the casts of level ``O1`` off inside a ``with`` block. They are restored also after an exception."""
+    """Return a context manager inside which the casts of level ``O1`` are off.
+
+    On exit they are restored, also after an exception.
+    """
     with contextlib.nullcontext() if _amp_state.handle is None else _amp_state.handle.suspended():
         yield
 
@@ -113,13 +121,18 @@ class AmpHandle:
         return self._ambient.entered and torch.is_autocast_enabled(self.device_type)
 
     def suspended(self) -> Any:
-        """Return a context manager that turns the casts off."""
+        """Return a context manager inside which the casts of level ``O1`` are off."""
         return self._ambient.suspended() if self._ambient.entered else contextlib.nullcontext()
 
     _disable_casts = suspended
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
-        """Wrap an optimizer so that it scales ``num_loss`` losses per step itself, as in Apex's first API."""
+        """Return an optimizer wrapper that scales the losses of each step itself, as in Apex's first API.
+
+        Args:
+            optimizer: The optimizer.
+            num_loss: The number of losses per step, each with its own loss scale.
+        """
         from castwise.bridges.compat.apex.amp.opt import OptimWrapper
 
         self._default_scaler = None

@@ -15,10 +15,11 @@ __all__ = ["OptimWrapper"]
 
 
 class OptimWrapper:
-    """Wraps an optimizer, scales the losses of its steps, and skips the steps whose gradients are not finite.
+    """Wraps an optimizer, scales the losses of its steps, and skips steps whose gradients are infinite or NaN.
 
-    Each of the ``num_loss`` losses of a step has its own loss scale, in the order of the calls to :meth:`scale_loss`. Other
-    attributes are those of the wrapped optimizer.
+    In each step, the first call of :meth:`scale_loss` uses the first loss scale, the second call the second one, and so
+    on. There are ``num_loss`` scales. All attributes that this class does not define are those of the wrapped
+    optimizer.
     """
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
@@ -31,7 +32,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Scale the next loss of this step for its backward pass, as a context manager.
+        """Return a context manager that scales the next loss of this step, and unscales the gradients on exit.
 
         Raises:
             RuntimeError: There were more losses than ``num_loss`` since the last step.
@@ -50,7 +51,7 @@ class OptimWrapper:
         self._loss_idx += 1
 
     def step(self, closure: Any = None) -> Any:
-        """Step the optimizer, unless a loss since the last step had gradients that are not finite.
+        """Make an optimizer step, or skip it if a loss since the last step had infinite or NaN gradients.
 
         Raises:
             NotImplementedError: A closure is given while the casts of ``O1`` are active.

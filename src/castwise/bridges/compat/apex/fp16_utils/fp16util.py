@@ -26,7 +26,7 @@ clip_grad_norm = nn.utils.clip_grad_norm_
 
 
 def to_python_float(t: Any) -> float:
-    """Return the number in a tensor of one element, which synchronises with the device."""
+    """Return the value of a tensor with one element as a Python number. The host waits for the device."""
     return float(t.item() if hasattr(t, "item") else t[0])
 
 
@@ -39,7 +39,7 @@ class tofp16(nn.Module):  # noqa: N801 - Apex's name
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Store a module's own floating parameters and buffers in ``dtype``. Those of its submodules are unchanged."""
+    """Convert a module's own floating parameters and buffers to ``dtype``. Those of its submodules are unchanged."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
@@ -48,7 +48,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Store a model in ``dtype``, in place, except its BatchNorm modules that have weights. Return the model."""
+    """Convert a model to ``dtype`` in place, except BatchNorm modules that have weights, and return the model."""
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             continue
@@ -59,7 +59,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's name
-    """Store every BatchNorm of a model that has weights in fp32, in place. Return the model."""
+    """Convert every BatchNorm of a model that has weights to fp32 in place, and return the model."""
     for child in module.modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.affine:
             child.float()
@@ -78,9 +78,11 @@ def network_to_half(network: nn.Module) -> nn.Module:
 def prep_param_lists(
     model: nn.Module, flat_master: bool = False
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return a model's trainable parameters, and new fp32 master weights for them.
+    """Return the trainable parameters of a model and new fp32 copies of them, called master weights, as two lists.
 
-    With ``flat_master``, one flat tensor holds the master weights of all parameters.
+    Args:
+        model: The model.
+        flat_master: Whether the second list contains a single flat tensor with the master weights of all parameters.
     """
     params: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
     if flat_master:
@@ -95,7 +97,7 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: list[torch.Tensor], master_params: list[torch.Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the gradients of the model's parameters to their fp32 master weights."""
+    """Copy the gradients of a model's parameters to the fp32 master weights of these parameters."""
     if flat_master:
         grads = [p.grad.reshape(-1) for p in model_params if p.grad is not None]
         master_params[0].grad = torch.cat(grads).float()
@@ -108,7 +110,7 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: list[torch.Tensor], master_params: list[torch.Tensor], flat_master: bool = False
 ) -> None:
-    """Copy the fp32 master weights to the model's parameters."""
+    """Copy fp32 master weights into the parameters of the model."""
     if flat_master:
         start = 0
         for model in model_params:

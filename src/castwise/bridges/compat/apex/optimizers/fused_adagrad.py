@@ -12,7 +12,7 @@ __all__ = ["FusedAdagrad"]
 
 
 class FusedAdagrad(ClearsAsSaid, torch.optim.Adagrad):
-    """``torch.optim.Adagrad`` with Apex's arguments.
+    """Works as ``torch.optim.Adagrad``, with Apex's arguments.
 
     With ``set_grad_none=False``, ``zero_grad`` sets gradients to zeros instead of None.
 

@@ -12,13 +12,14 @@ __all__ = ["FusedAdam"]
 
 
 class FusedAdam(ClearsAsSaid, torch.optim.Adam):
-    """Works as ``torch.optim.AdamW``, or as ``torch.optim.Adam`` with ``adam_w_mode=False``.
+    """Works as ``torch.optim.AdamW``, or as ``torch.optim.Adam`` with ``adam_w_mode=False``, with Apex's arguments.
 
-    The optimizer can load states saved by Apex. With ``set_grad_none=False``, ``zero_grad`` sets gradients to zeros.
+    The optimizer can load states that Apex has saved. With ``set_grad_none=False``, ``zero_grad`` sets gradients to
+    zeros instead of None.
 
     Raises:
-        RuntimeError: ``bias_correction`` is False, or ``master_weights`` or ``amsgrad`` is True. Apex refuses
-            ``amsgrad`` too.
+        RuntimeError: ``bias_correction`` is False, or ``master_weights`` or ``amsgrad`` is True. Apex does not allow
+            ``amsgrad`` either.
     """
 
     def __init__(

@@ -16,21 +16,23 @@ __all__ = ["FusedLAMB"]
 class FusedLAMB(ClearsAsSaid):
     """The LAMB optimizer, on any device.
 
-    Parameters in fp16 and bf16 are updated in fp32 arithmetic. The optimizer can load states saved by Apex.
+    Parameters in fp16 and bf16 are updated in fp32 arithmetic. The optimizer can load states that Apex has saved.
 
     Args:
-        params: Parameters, of any floating dtypes.
-        lr: Learning rate.
-        bias_correction: Divide the running means by ``1 - beta**step``, as Adam does.
-        betas: Decay factors of the running means of the gradient and of its square.
-        eps: Added to the root of the mean square.
-        weight_decay: Default for each group.
+        params: The parameters, of any floating dtypes.
+        lr: The learning rate.
+        bias_correction: Whether the running means are divided by ``1 - beta**step``, as in Adam.
+        betas: The decay factors of the running means of the gradient and of its square.
+        eps: A small number that is added to the root of the mean square.
+        weight_decay: The weight decay of each group that does not give its own.
         amsgrad: Not supported, as in Apex.
-        adam_w_mode: Add weight decay to the update, as AdamW does; False adds it to the gradient.
-        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its running mean; False weights it by 1.
-        set_grad_none: Make ``zero_grad`` set gradients to None; False sets them to zeros.
-        max_grad_norm: At each step, clip the gradients together to this norm, without changing ``.grad``.
-        use_nvlamb: Scale updates to the norm of their parameter in groups without weight decay, too.
+        adam_w_mode: Whether weight decay is added to the update, as in AdamW. With False, it is added to the gradient.
+        grad_averaging: Whether a gradient has the weight ``1 - betas[0]`` in its running mean. With False, its weight
+            is 1.
+        set_grad_none: Whether ``zero_grad`` sets gradients to None. With False, it sets them to zeros.
+        max_grad_norm: The global norm to which all gradients are clipped at each step. The tensors ``.grad`` are not
+            changed.
+        use_nvlamb: Whether updates are scaled to the norm of their parameter also in groups without weight decay.
 
     Raises:
         RuntimeError: ``amsgrad`` is True.
@@ -73,7 +75,14 @@ class FusedLAMB(ClearsAsSaid):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients, and return the closure's result; None without a closure."""
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: A function that computes the loss and its gradients, if given.
+
+        Returns:
+            The return value of the closure, or None without a closure.
+        """
         loss = evaluate(closure)
         work = [(group, with_gradients(group["params"], "FusedLAMB")) for group in self.param_groups]
         every = [grad for _, lists in work for _, grads in lists for grad in grads]

@@ -17,23 +17,26 @@ __all__ = ["FusedNovoGrad"]
 class FusedNovoGrad(ClearsAsSaid):
     """The NovoGrad optimizer, on any device.
 
-    Parameters in fp16 and bf16 are updated in fp32 arithmetic. The optimizer can load states saved by Apex, which stored
-    the running gradient norms of a group together. Here the state of each parameter holds the running norm of its gradient.
+    Parameters in fp16 and bf16 are updated in fp32 arithmetic. The state of each parameter holds the running norm of
+    its gradient. The optimizer can load states that Apex has saved, in which the running norms of a group are stored
+    together.
 
     Args:
-        params: Parameters, of any floating dtypes.
-        lr: Learning rate.
-        bias_correction: Divide running means and norms by the sum of their weights, as if they had started at zero.
-        betas: Decay factors of the running mean of the gradient and of its running norm.
-        eps: Added to the norm.
-        weight_decay: Default for each group.
+        params: The parameters, of any floating dtypes.
+        lr: The learning rate.
+        bias_correction: Whether running means and norms are divided by the sum of their weights, as if they had started
+            at zero.
+        betas: The decay factors of the running mean of the gradient and of its running norm.
+        eps: A small number that is added to the norm.
+        weight_decay: The weight decay of each group that does not give its own.
         amsgrad: Not supported, as in Apex.
-        reg_inside_moment: Divide the gradient by its norm and add weight decay before the running mean is taken, as in
-            the paper; False does this to the mean.
-        grad_averaging: Weight a gradient by ``1 - betas[0]`` in its running mean; False weights it by 1.
+        reg_inside_moment: Whether the gradient is divided by its norm and weight decay is added before the running mean
+            is computed, as in the paper. With False, this is done to the running mean.
+        grad_averaging: Whether a gradient has the weight ``1 - betas[0]`` in its running mean. With False, its weight
+            is 1.
         norm_type: 2 for the 2-norm of a gradient, or 0 for its largest absolute value.
-        init_zero: Start the running norms at zero; False starts them at the first gradient's norm.
-        set_grad_none: Make ``zero_grad`` set gradients to None; False sets them to zeros.
+        init_zero: Whether the running norms start at zero. With False, they start at the norm of the first gradient.
+        set_grad_none: Whether ``zero_grad`` sets gradients to None. With False, it sets them to zeros.
 
     Raises:
         RuntimeError: ``amsgrad`` is True, or ``norm_type`` is neither 0 nor 2.
@@ -82,7 +85,14 @@ class FusedNovoGrad(ClearsAsSaid):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have gradients, and return the closure's result; None without a closure."""
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: A function that computes the loss and its gradients, if given.
+
+        Returns:
+            The return value of the closure, or None without a closure.
+        """
         loss = evaluate(closure)
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1

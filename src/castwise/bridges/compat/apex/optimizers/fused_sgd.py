@@ -12,10 +12,10 @@ __all__ = ["FusedSGD"]
 
 
 class FusedSGD(ClearsAsSaid, torch.optim.SGD):
-    """``torch.optim.SGD`` with Apex's arguments.
+    """Works as ``torch.optim.SGD``, with Apex's arguments.
 
-    With ``set_grad_none=True``, ``zero_grad`` sets gradients to None. ``materialize_master_grads`` is ignored, since fp32
-    master weights share the model's gradients.
+    With ``set_grad_none=True``, ``zero_grad`` sets gradients to None. ``materialize_master_grads`` is ignored, since
+    fp32 master weights share the gradients of the model's parameters.
 
     Raises:
         RuntimeError: ``wd_after_momentum`` is True.

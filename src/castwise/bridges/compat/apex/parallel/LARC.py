@@ -10,16 +10,17 @@ __all__ = ["LARC"]
 
 
 class LARC:
-    """Wraps a torch optimizer and scales each parameter's gradient by a layer-wise adaptive rate.
+    """Wraps a torch optimizer and scales the gradient of each parameter by a layer-wise adaptive rate.
 
-    The gradient plus weight decay is multiplied by ``trust * |w| / (|g| + decay * |w| + eps)``. With ``clip``, this factor
-    is divided by the group's learning rate and limited to 1.
+    The sum of gradient ``g`` and weight decay is multiplied by ``trust * |w| / (|g| + decay * |w| + eps)``, where ``w``
+    is the parameter. With ``clip``, this factor is divided by the learning rate of the group and limited to 1.
 
     Args:
-        optimizer: The optimizer to wrap. Its weight decay is added to the gradients here, not by the optimizer.
-        trust_coefficient: ``trust``, the largest step relative to a weight's norm.
-        clip: Whether the optimizer's learning rate is an upper limit of the adaptive rate.
-        eps: Prevents division by zero.
+        optimizer: The optimizer to wrap. Its weight decay is added to the gradients by this class and not by the
+            optimizer.
+        trust_coefficient: The factor ``trust``, which limits the size of a step relative to the norm of the weight.
+        clip: Whether the learning rate of the optimizer is an upper limit of the adaptive rate.
+        eps: A small number that prevents division by zero.
 
     Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017.
     """

@@ -15,22 +15,23 @@ _MEBI = 2**20
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel, which accepts Apex's arguments as well as torch's own, such as ``process_group``.
+    """Works as torch's DistributedDataParallel, and accepts Apex's arguments as well as torch's.
 
-    ``num_allreduce_streams``, ``gradient_predivide_factor``, ``gradient_average_split_factor`` and ``prof`` are
-    ignored.
+    The arguments ``num_allreduce_streams``, ``gradient_predivide_factor``, ``gradient_average_split_factor`` and
+    ``prof`` are ignored.
 
     Args:
-        module: The module, as ``amp.initialize`` returned it.
-        message_size: Elements per gradient bucket. The bucket's size in bytes is computed as if they were fp32.
-        delay_allreduce: Whether some parameters may get no gradient; passed on as torch's ``find_unused_parameters``.
-        allreduce_always_fp32: Reduce gradients in fp32, whatever their dtype.
-        gradient_average: Average the gradients over the ranks; False sums them.
+        module: The module that ``amp.initialize`` returned.
+        message_size: The number of elements in a gradient bucket. The size of the bucket in bytes is computed as if the
+            elements were fp32.
+        delay_allreduce: Whether some parameters may get no gradient. This is torch's ``find_unused_parameters``.
+        allreduce_always_fp32: Whether gradients are reduced in fp32, whatever their dtype.
+        gradient_average: Whether gradients are averaged over the ranks. With False, they are summed.
 
     Raises:
-        ValueError: ``shared_param`` is given, which Apex refuses too. Or one of ``allreduce_trigger_params``,
+        ValueError: ``shared_param`` is given, which Apex does not allow either. Or one of ``allreduce_trigger_params``,
             ``retain_allreduce_buffers`` and ``allreduce_communicators`` is given, which torch does not have. torch's
-            ``gradient_as_bucket_view`` is the option nearest to ``retain_allreduce_buffers``.
+            ``gradient_as_bucket_view`` is similar to ``retain_allreduce_buffers``.
     """
 
     def __init__(
@@ -110,7 +111,10 @@ class Reducer:
                 dist.broadcast(parameter.detach(), 0)
 
     def reduce(self) -> None:
-        """Average the gradients over all ranks, in place. The same parameters must have gradients on every rank."""
+        """Average the gradients over all ranks, in place.
+
+        All ranks must call this, and the same parameters must have gradients on each of them.
+        """
         grads = (
             self.grads
             if self.module is None

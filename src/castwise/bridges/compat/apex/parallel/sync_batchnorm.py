@@ -11,7 +11,7 @@ __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """``torch.nn.SyncBatchNorm`` with Apex's arguments.
+    """Works as ``torch.nn.SyncBatchNorm``, with Apex's arguments.
 
     ``channel_last`` is ignored, since torch follows the memory format of the input.
 
@@ -50,7 +50,11 @@ def convert_syncbn_model(
 def create_syncbn_process_group(group_size: int) -> Any:
     """Create process groups of ``group_size`` consecutive ranks each, and return the group that contains this rank.
 
-    All ranks must call this function. A size of 0 means all ranks, for which None is returned.
+    All ranks must call this function.
+
+    Args:
+        group_size: The number of ranks in each group. With 0, no groups are created and None is returned, which means
+            all ranks.
 
     Raises:
         ValueError: The size does not divide the number of ranks.

@@ -52,24 +52,25 @@ def convert_to_amp(
     mode: AMP_TYPE,
     amp_config: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Prepare a model, an optimizer and a criterion to train in an AMP mode.
+    """Prepare a model, an optimizer and a criterion to train in one of Colossal-AI's AMP modes.
 
-    The model is prepared in place. If torch.distributed is initialised, all ranks must make this call together. Call this
-    function before DistributedDataParallel and ``torch.compile``.
+    The model is prepared in place. Call this function before DistributedDataParallel and before ``torch.compile``. If
+    torch.distributed is initialised, all ranks must call it together.
 
     Args:
-        model: The model, on its device. In a pipeline, an ``nn.ModuleList`` holds several stages.
+        model: The model, on its device. In a pipeline it may be an ``nn.ModuleList`` of several stages.
         optimizer: A torch optimizer that updates the model.
-        criterion: Any callable that computes a loss, or None.
-        mode: TORCH, APEX or NAIVE.
-        amp_config: The mode's options, as docs/compat.md lists them.
+        criterion: A callable that computes a loss, or None.
+        mode: ``AMP_TYPE.TORCH``, ``AMP_TYPE.APEX`` or ``AMP_TYPE.NAIVE``.
+        amp_config: The options of the mode. docs/compat.md lists them.
 
     Returns:
-        ``(model, optimizer, criterion)``. The optimizer is an :class:`AmpOptimizer`, with ``backward(loss)``,
-        ``clip_grad_norm(model, max_norm)`` and ``step()``. Its attribute ``amp`` is the castwise session.
+        The tuple ``(model, optimizer, criterion)``. The optimizer is wrapped in an :class:`AmpOptimizer`, with the
+            methods ``backward(loss)``, ``clip_grad_norm(model, max_norm)`` and ``step()``. Its attribute ``amp`` is the
+            :class:`castwise.Amp`.
 
     Raises:
-        PlanError: There is no such mode, or the value of an option is not allowed.
+        PlanError: The mode does not exist, or the value of an option is not allowed.
         UnknownNameError: The mode has no option of a given name.
     """
     recipe = recipe_of(mode, amp_config)
@@ -81,17 +82,17 @@ def convert_to_amp(
 def convert_to_torch_amp(
     model: nn.Module, optimizer: Optimizer, criterion: Any = None, amp_config: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Call :func:`convert_to_amp` in the torch mode."""
+    """Prepare a model, an optimizer and a criterion in the torch mode, as :func:`convert_to_amp` does."""
     return convert_to_amp(model, optimizer, criterion, AMP_TYPE.TORCH, amp_config)
 
 
 def convert_to_apex_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any = None) -> tuple[Any, Any]:
-    """Call :func:`convert_to_amp` in the Apex mode, and return the model and the optimizer."""
+    """Prepare a model and an optimizer in the Apex mode, as :func:`convert_to_amp` does, and return both."""
     return convert_to_amp(model, optimizer, None, AMP_TYPE.APEX, amp_config)[:2]
 
 
 def convert_to_naive_amp(model: nn.Module, optimizer: Optimizer, amp_config: Any = None) -> tuple[Any, Any]:
-    """Call :func:`convert_to_amp` in the naive mode, and return the model and the optimizer."""
+    """Prepare a model and an optimizer in the naive mode, as :func:`convert_to_amp` does, and return both."""
     return convert_to_amp(model, optimizer, None, AMP_TYPE.NAIVE, amp_config)[:2]
 
 

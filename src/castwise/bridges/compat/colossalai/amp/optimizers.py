@@ -23,13 +23,13 @@ _SAVED = "castwise_amp"
 
 
 class AmpOptimizer(ColossalaiOptimizer):
-    """Wraps an optimizer: scales losses, and skips a step if a gradient is not finite.
+    """Wraps an optimizer, scales losses, and skips a step if a gradient is infinite or NaN.
 
-    Each step clips gradients to the global norm ``clip_grad_norm``. If that is 0, the norm is the option of the AMP mode. If
-    both are 0, gradients are not clipped.
+    Each step clips the gradients to the global norm ``clip_grad_norm``. If that is 0, the norm in the options of the
+    AMP mode is used. If both are 0, gradients are not clipped.
 
     Attributes:
-        amp: The castwise session, for features beyond Colossal-AI.
+        amp: The :class:`castwise.Amp` that does the work, for features that Colossal-AI does not have.
     """
 
     def __init__(self, optim: Optimizer, amp: Amp, recipe: Recipe, clip_grad_norm: float = 0.0) -> None:
@@ -44,11 +44,16 @@ class AmpOptimizer(ColossalaiOptimizer):
         return self.amp.get_scale()
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss, scaled by the loss scale."""
+        """Scale a loss and add its scaled gradients to ``.grad``."""
         self.amp.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Run backward from a tensor, given the gradient of the loss with respect to that tensor, already scaled."""
+        """Run the backward pass from a tensor whose gradient is known, as the stages of a pipeline do.
+
+        Args:
+            tensor: An output of the model or of a stage.
+            grad: The gradient of the loss with respect to ``tensor``, multiplied by the loss scale already.
+        """
         self.amp.scale(
             torch.zeros((), device=tensor.device)
         )  # tells the session that gradients of a new step begin
@@ -63,7 +68,10 @@ class AmpOptimizer(ColossalaiOptimizer):
             self.amp.clip_grad_norm_(self.optim, max_norm)
 
     def step(self, closure: Any = None) -> Any:
-        """Unscale and clip the gradients, then step. All ranks skip the step if a gradient is not finite on any rank."""
+        """Unscale and clip the gradients, then make an optimizer step, or skip it.
+
+        All ranks skip the step if a gradient is infinite or NaN on any rank.
+        """
         if closure is not None:
             raise StateError(
                 f"{type(self).__name__}.step(closure): closures are not supported, as in Colossal-AI; use "
@@ -89,14 +97,17 @@ class AmpOptimizer(ColossalaiOptimizer):
 
 
 class ApexAMPOptimizer(AmpOptimizer):
-    """The optimizer wrapper of the Apex mode: each backward pass leaves unscaled gradients, as Apex's ``scale_loss`` does.
+    """The optimizer wrapper of the Apex mode, whose backward passes leave unscaled gradients.
 
-    Code that clips or reads ``parameter.grad`` before the step thus sees gradients without the loss scale. The step checks
-    again whether the gradients are finite.
+    Apex's ``scale_loss`` does the same. So code that clips or reads ``parameter.grad`` before the step gets gradients
+    that are not multiplied by the loss scale. The step checks again whether the gradients are finite.
     """
 
     def backward(self, loss: Tensor) -> None:
-        """Add the unscaled gradients of a loss to ``.grad``. Ranks whose gradients can differ must make this call together."""
+        """Add the unscaled gradients of a loss to ``.grad``.
+
+        If gradients can differ between ranks, the ranks must call this together.
+        """
         super().backward(loss)
         self._unscale()
 
@@ -112,11 +123,12 @@ class ApexAMPOptimizer(AmpOptimizer):
 
 
 class NaiveAMPOptimizer(AmpOptimizer):
-    """The optimizer wrapper of the naive mode: ``step`` clips the gradients, and returns whether the step was made.
+    """The optimizer wrapper of the naive mode, whose ``step`` also returns whether the step was made.
 
-    ``step()`` returns ``(True, grad_norm)`` if the step was made, and ``(False, None)`` if it was skipped. ``grad_norm`` is a
-    number, or None without clipping. With ``log_num_zeros_in_grad=True``, a third value is the number of zero elements of the
-    gradients, or None if the step was skipped.
+    Each step clips the gradients first. ``step()`` returns ``(True, grad_norm)`` if the step was made, and ``(False,
+    None)`` if it was skipped. ``grad_norm`` is a number, or None if gradients are not clipped. With
+    ``log_num_zeros_in_grad=True``, there is a third value: the number of zero elements in the gradients, or None if the
+    step was skipped.
     """
 
     def _outcome(self, result: Any) -> Any:

@@ -17,7 +17,9 @@ __getattr__ = missing_attribute("colossalai.engine")
 
 
 class Engine:
-    """Holds a model, its optimizer and its criterion, with the methods that a training loop calls.
+    """Holds a model, its optimizer and its criterion, and has the methods that a training loop calls.
+
+    :func:`colossalai.initialize` creates the engine. A training loop uses it as follows::
 
         engine.zero_grad()
         output = engine(inputs)
@@ -27,12 +29,12 @@ class Engine:
 
     Args:
         model: The model that ``convert_to_amp`` prepared, which may be wrapped in DistributedDataParallel.
-        optimizer: The optimizer wrapper that ``convert_to_amp`` returns, or a wrapper around that wrapper.
-        criterion: Computes the loss from outputs and targets.
-        gradient_handlers: Called before each step to average gradients over data parallel ranks.
-        clip_grad_norm: The global norm to which gradients are clipped; 0 for no clipping.
+        optimizer: The optimizer wrapper that ``convert_to_amp`` returned, or a wrapper around it.
+        criterion: A callable that computes the loss from outputs and targets.
+        gradient_handlers: Objects that average gradients over data parallel ranks before each step.
+        clip_grad_norm: The global norm to which gradients are clipped, or 0 for no clipping.
         verbose: Accepted and ignored.
-        schedule: Runs the forward and backward pass of a batch for :meth:`execute_schedule`.
+        schedule: The object that runs the forward and backward pass of a batch in :meth:`execute_schedule`.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Engine:
 
     @property
     def amp(self) -> Amp:
-        """The castwise session, for features beyond Colossal-AI."""
+        """The :class:`castwise.Amp` of the optimizer, for features that Colossal-AI does not have."""
         session: Amp = self.optimizer.amp
         return session
 
@@ -79,26 +81,31 @@ class Engine:
         self.model.eval()
 
     def zero_grad(self) -> None:
-        """Clear the gradients. Under gradient accumulation, this happens only before the first batch of a step."""
+        """Clear the gradients. If gradients are accumulated, they are cleared only before the first batch of a step."""
         self.optimizer.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to ``.grad``. They are scaled by the loss scale, except in the Apex mode."""
+        """Add the gradients of a loss to ``.grad``. They are multiplied by the loss scale, except in the Apex mode."""
         self.optimizer.backward(loss)
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
-        """Run backward from a tensor, given the gradient of the loss with respect to that tensor.
+        """Run the backward pass from a tensor whose gradient is known, as the stages of a pipeline do.
 
-        The given gradient must be scaled by the loss scale already, except in the Apex mode.
+        Args:
+            tensor: An output of the model or of a stage.
+            grad: The gradient of the loss with respect to ``tensor``. It must be multiplied by the loss scale already,
+                except in the Apex mode.
         """
         self.optimizer.backward_by_grad(tensor, grad)
 
     def step(self) -> Any:
-        """Average gradients over data parallel ranks, clip them, and step. The step is skipped if they are not finite.
+        """Average gradients over data parallel ranks, clip them, and make an optimizer step.
+
+        The step is skipped if a gradient is infinite or NaN.
 
         Returns:
-            The result of the optimizer's ``step``: ``(True, grad_norm)`` or ``(False, None)`` in the naive mode, else
-            None.
+            The return value of the optimizer's ``step``. In the naive mode, that is ``(True, grad_norm)`` or, if the
+                step was skipped, ``(False, None)``. In the other modes it is None.
         """
         for handler in self._handlers:
             handler.handle_gradient()
@@ -106,12 +113,15 @@ class Engine:
         return self.optimizer.step()
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> tuple[Any, Any, Any]:
-        """Run the forward pass on the next batch of ``data_iter`` and, unless ``forward_only``, the backward pass.
+        """Run the forward pass and the backward pass of the next batch.
 
-        The batch is a pair ``(inputs, targets)``.
+        Args:
+            data_iter: An iterator whose items are pairs ``(inputs, targets)``.
+            kwargs: The options ``forward_only``, which leaves out the backward pass, ``return_loss`` and
+                ``return_output_label``.
 
         Returns:
-            ``(output, label, loss)``. Values that ``return_loss`` and ``return_output_label`` do not request are None, and
-            so are the values that only another pipeline stage has.
+            The tuple ``(output, label, loss)``. A value is None if it was not requested or if only another stage of the
+                pipeline has it.
         """
         return self.schedule.forward_backward_step(self, data_iter, **kwargs)

@@ -81,18 +81,19 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train the engine's model.
+        """Train the model of the engine.
 
         Args:
-            train_dataloader: Yields ``(inputs, targets)``, and has a length.
-            epochs: Train until this many epochs are done. After a checkpoint is loaded, the first ``cur_epoch`` of them are
-                done already.
-            max_steps: Stop when this many batches have been trained, if given.
-            test_dataloader: Data for evaluation.
-            test_interval: Evaluate after every n-th epoch, beginning with the first.
+            train_dataloader: A data loader of pairs ``(inputs, targets)``, which has a length.
+            epochs: The number of the epoch after which training ends. After a checkpoint was loaded, the first
+                ``cur_epoch`` epochs count as done.
+            max_steps: The number of batches after which training ends, if given.
+            test_dataloader: A data loader for evaluation.
+            test_interval: The number of epochs from one evaluation to the next. The first evaluation follows the first
+                epoch.
             hooks: The hooks, which are called in the order of their priorities.
-            display_progress: Show a progress bar, on one rank.
-            return_output_label: Keep each batch's outputs and targets for the hooks.
+            display_progress: Whether one rank shows a progress bar.
+            return_output_label: Whether the outputs and targets of each batch are kept for the hooks.
         """
         self.steps_per_epoch = len(train_dataloader)
         self.max_epochs, self.max_steps = epochs, max_steps

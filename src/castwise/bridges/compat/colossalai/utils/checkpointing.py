@@ -39,18 +39,18 @@ def save_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> None:
-    """Save an engine's model and optimizer, from all ranks.
+    """Save the model and the optimizer of an engine, from all ranks together.
 
-    The training can be resumed under another AMP mode and another parallel layout.
+    The training can be resumed in another AMP mode and with another parallel layout.
 
     Args:
-        file: The folder of the checkpoints. A checkpoint appears in the folder complete or not at all. The last two epochs
-            are kept.
-        epoch: Number of the epoch.
-        model: ``engine.model``.
-        optimizer: ``engine.optimizer``.
+        file: The folder of the checkpoints. A checkpoint appears in the folder complete or not at all. The checkpoints
+            of the last two epochs are kept.
+        epoch: The number of the epoch.
+        model: The model of the engine, ``engine.model``.
+        optimizer: The optimizer of the engine, ``engine.optimizer``.
         lr_scheduler: A learning-rate scheduler to save too.
-        kwargs: Further values to save: JSON values and tensors.
+        kwargs: Further values to save, which may be JSON values and tensors.
     """
     extra = {"lr_scheduler": None if lr_scheduler is None else lr_scheduler.state_dict(), **kwargs}
     save(file, epoch, **_session(model, optimizer), extra=extra)
@@ -63,9 +63,14 @@ def load_checkpoint(
     lr_scheduler: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Load the newest complete checkpoint of a folder, or the checkpoint ``folder/step-...``, and return its epoch.
+    """Load the newest complete checkpoint of a folder, and return the number of its epoch.
 
-    ``kwargs`` are accepted and ignored, since a checkpoint that matches the model loads under any parallel layout.
+    Args:
+        file: The folder of the checkpoints, or the path ``folder/step-...`` of one checkpoint.
+        model: The model of the engine, ``engine.model``.
+        optimizer: The optimizer of the engine, ``engine.optimizer``.
+        lr_scheduler: The learning-rate scheduler to load too.
+        kwargs: Accepted and ignored, since a checkpoint that fits the model loads under any parallel layout.
 
     Raises:
         FileNotFoundError: There is no complete checkpoint.

@@ -37,7 +37,10 @@ def is_tp_rank_0() -> bool:
 
 
 def is_no_pp_or_last_stage() -> bool:
-    """Whether this process has the model's output: there is no pipeline, or the process runs its last stage."""
+    """Return whether this process has the output of the model.
+
+    This is so if there is no pipeline, or if the process runs the last stage of the pipeline.
+    """
     return gpc.is_last_rank(ParallelMode.PIPELINE)
 
 

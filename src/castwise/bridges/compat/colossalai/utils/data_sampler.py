@@ -51,8 +51,15 @@ def get_dataloader(
 ) -> DataLoader[Any]:
     """Return a ``torch.utils.data.DataLoader`` that reads a different part of the data on each data parallel rank.
 
-    With ``add_sampler=False``, every rank reads all data. ``seed`` seeds the sampler and the worker processes. Memory is
-    pinned only if there is an accelerator.
+    Args:
+        dataset: The data.
+        shuffle: Whether the order is random and differs in each epoch.
+        seed: The seed of the sampler and of the worker processes.
+        add_sampler: Whether the data is divided among the ranks. With False, every rank reads all data.
+        drop_last: Whether a last batch that is not full is left out.
+        pin_memory: Whether batches are copied to pinned memory. It has an effect only if there is an accelerator.
+        num_workers: The number of worker processes.
+        kwargs: Further arguments of ``DataLoader``.
     """
     common = {
         "drop_last": drop_last,

@@ -15,9 +15,14 @@ __getattr__ = missing_attribute("colossalai.utils")
 
 
 def report_memory_usage(message: str, logger: Any = None, report_cpu: bool = False) -> None:
-    """Print the current and peak memory of the CUDA device, on rank 0, or log it if a logger is given.
+    """Print the current and the peak memory of the CUDA device, on rank 0.
 
-    Without a CUDA device, the peak memory of the process is printed. ``report_cpu`` adds this on a CUDA device too.
+    Without a CUDA device, the peak memory of the process is printed.
+
+    Args:
+        message: The text in front of the numbers.
+        logger: A logger that logs the text instead of printing it, if given.
+        report_cpu: Whether the peak memory of the process is printed on a CUDA device too.
     """
     parts = []
     if get_current_device().type == "cuda":
