@@ -38,9 +38,9 @@ class CastwiseError(Exception):
 
 
 class PlanError(CastwiseError, ValueError):
-    """A plan, or an argument that describes one, has a value that is not allowed.
+    """A plan is invalid, or an argument has a value that is not allowed.
 
-    The message names the field, the value and the allowed values.
+    The message names the field or the argument, the value and the allowed values.
     """
 
 

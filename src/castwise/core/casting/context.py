@@ -156,7 +156,7 @@ def _for_trace(plan: Any) -> Any:
 
 
 class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torch names it
-    """Casts operators inside a ``with`` block or a decorated function, as a precision plan says.
+    """Casts the inputs of operators inside a ``with`` block or a decorated function, as a precision plan says.
 
     Use it in place of ``torch.autocast``. Every valid call of ``torch.autocast`` is valid here, does the same with the
     same kernels, and is as fast. In addition, a plan, the name of a preset or the name of a format can be passed in

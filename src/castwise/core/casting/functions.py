@@ -53,11 +53,11 @@ def _casting(function: _F, choose: Callable[[str, Any], torch.dtype | None]) -> 
 
 
 def lower_function(function: _F) -> _F:
-    """Decorate a function so that it computes in autocast's dtype, such as bf16, under autocast.
+    """Decorate a function so that it computes under autocast in the dtype of autocast, such as bf16.
 
-    Inside an autocast block, the function's floating inputs are cast to the dtype of the block, and the operators
-    inside the function are not autocast. In a block of a plan, that dtype is the plan's compute format. fp64 inputs are
-    not cast. Outside autocast the function is unchanged.
+    Inside an autocast block, the function's floating inputs are cast to the dtype of the block. If the block was given
+    a plan, that is the format of the plan's field ``compute``. Autocast is off for the operators in the function. fp64
+    inputs are not cast. Outside autocast the function is unchanged.
 
     Args:
         function: The function to decorate. Tensors inside lists, tuples and mappings are cast too.
@@ -68,8 +68,8 @@ def lower_function(function: _F) -> _F:
 def fp32_function(function: _F) -> _F:
     """Decorate a function so that it computes in fp32 under autocast.
 
-    Inside an autocast block, the function's floating inputs are cast to fp32, and the operators inside the function are
-    not autocast. fp64 inputs are not cast. Outside autocast the function is unchanged.
+    Inside an autocast block, the function's floating inputs are cast to fp32. Autocast is off for the operators in the
+    function. fp64 inputs are not cast. Outside autocast the function is unchanged.
 
     Args:
         function: The function to decorate. Tensors inside lists, tuples and mappings are cast too.
@@ -81,8 +81,8 @@ def widest_function(function: _F) -> _F:
     """Decorate a function so that all its floating inputs are cast to the widest dtype among them under autocast.
 
     Use it for a function that gets tensors of different dtypes, such as one that adds a bf16 and an fp32 tensor. For a
-    bf16 and an fp16 input, the widest dtype is fp32. The operators inside the function are not autocast. fp64 inputs
-    are not cast and do not count. Outside autocast the function is unchanged.
+    bf16 and an fp16 input, the widest dtype is fp32. Autocast is off for the operators in the function. fp64 inputs are
+    not cast and do not count. Outside autocast the function is unchanged.
 
     Args:
         function: The function to decorate. Tensors inside lists, tuples and mappings are cast too.

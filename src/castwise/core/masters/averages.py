@@ -17,16 +17,17 @@ from castwise.core.masters.weights import in_fp32
 
 
 class AveragedModel(swa_utils.AveragedModel):
-    """Averages the weights of a model in fp32, for an exponential moving average (EMA) or SWA under any plan.
+    """Averages the weights of a model in fp32, for an exponential moving average or stochastic weight averaging.
 
-    Use it in place of ``torch.optim.swa_utils.AveragedModel``, whose arguments it takes. torch's class averages the
-    parameters as they are stored, so under a plan that stores them in bf16 or fp16 it averages rounded values. This
-    class averages the fp32 master weights instead, which are the fp32 copies that the optimizer updates. If a parameter
-    has no master weight, its own value is averaged.
+    Use it for a model that :meth:`castwise.Amp.prepare` has prepared, in place of
+    ``torch.optim.swa_utils.AveragedModel``, whose arguments it takes. torch's class averages the parameters as they are
+    stored. If a precision plan stores them in bf16 or fp16, torch's class averages rounded values. This class averages
+    the fp32 master weights instead, which are the fp32 copies that the optimizer updates. If a parameter has no master
+    weight, its own value is averaged.
 
     The parameters of the average, its ``state_dict()`` and the arguments of ``avg_fn`` are fp32. When the averaged
     model is called, it runs under the plan of the trained model. Its weights are rounded to the formats in which the
-    trained model stores them. If it was created before :meth:`castwise.Amp.prepare`, it runs in fp32.
+    trained model stores them. An averaged model that was created before :meth:`castwise.Amp.prepare` runs in fp32.
 
     Args:
         model: The trained model, which is copied.

@@ -40,8 +40,8 @@ class Region:
         compute: The format in which the region computes: fp64, fp32, bf16 or fp16. A dtype is accepted too. The region
             uses it whatever the format of the surrounding modules is. None uses the format of the plan.
         params: The format in which the parameters of the region are stored: fp64, fp32, bf16 or fp16. A dtype is
-            accepted too. With None, parameters are stored in ``compute`` where the plan stores parameters in its
-            compute format or casts no operators, and in an fp64 region. Otherwise they stay fp32.
+            accepted too. With None, they are stored in the format ``compute`` of the region if the plan has
+            ``params="compute"`` or ``rules="none"``, or if the region computes in fp64. Otherwise they stay fp32.
 
     Raises:
         PlanError: The pattern is empty, has more than 1,000 characters, or contains control characters. Or a format is
@@ -109,7 +109,8 @@ class LossScale:
             gradients.
         interval: The number of steps in a row with finite gradients before the scale grows.
         hysteresis: The number of steps with infinite or NaN gradients before the scale shrinks. With 1, it shrinks at
-            the first of these steps. The count starts again when the scale grows.
+            the first of these steps. The steps need not follow each other, and the count starts again only when the
+            scale grows.
         floor: The smallest scale, or None for no limit. At the default of 2**-14, a gradient overflows only if it is
             above 1e9 (65504 * 2**14) before scaling. No scale can prevent that.
         ceiling: The largest scale, or None for no limit.

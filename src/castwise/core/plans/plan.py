@@ -63,16 +63,16 @@ class Plan:
     one-line form that :meth:`parse` reads.
 
     An operator rule says how the floating inputs of an operator are cast before it runs. ``lower`` casts them to the
-    format of the field ``compute``, ``fp32`` casts them to fp32, and ``widest`` casts them to the widest format among
-    them. ``as_is`` casts nothing. ``unfused`` casts as ``lower`` does and runs attention as separate operators.
-    ``banned`` raises an error.
+    format of the field ``compute``. ``fp32`` casts them to fp32, and ``widest`` to the widest format among them.
+    ``as_is`` casts nothing. ``unfused`` casts as ``lower`` does and runs attention as separate operators. ``banned``
+    raises an error.
 
     Attributes:
         compute: The format in which operators with the rule ``lower``, such as matrix products and convolutions,
             compute: ``fp32``, ``bf16`` or ``fp16``. A dtype is accepted too.
         params: The format in which the parameters of the model are stored. ``fp32`` stores them in fp32. ``compute``
-            stores them in the format of the field ``compute``, and also casts the floating inputs of the model to it if
-            the plan casts no operators.
+            stores them in the format of the field ``compute``. If the plan casts no operators, ``compute`` also casts
+            the floating inputs of the model to that format.
         master: Which weights the optimizer updates if parameters are stored in bf16 or fp16. ``fp32`` updates fp32
             copies of the parameters, called master weights. ``none`` updates the parameters directly.
         regions: The parts of the model that have formats of their own, as a tuple of ``Region`` objects. If several
@@ -254,9 +254,9 @@ class Plan:
 
     @classmethod
     def preset(cls, name: str) -> Plan:
-        """Return the plan that has a name, such as ``bf16-mixed`` or ``fp16-master``.
+        """Return a preset, which is a plan with a name such as ``bf16-mixed`` or ``fp16-master``.
 
-        The presets are the keys of ``castwise.plans.plan.PRESETS``.
+        ``castwise.plans.plan.PRESETS`` contains all presets by name.
 
         Args:
             name: The name of the preset.

@@ -33,7 +33,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     """Scales losses so that fp16 gradients do not underflow, as ``torch.amp.GradScaler`` does, with further options.
 
     Use it in a training loop that calls autocast and the scaler itself. An :class:`~castwise.Amp` has a scaler of its
-    own and needs no other. With its default arguments, it computes the same scales and steps as torch's scaler.
+    own and needs no other. With default arguments, this class computes the same scales and steps as torch's scaler,
+    except for the differences below.
 
     It adds to torch's scaler:
 
@@ -58,8 +59,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             below 1.
         growth_interval: The number of updates in a row with finite gradients before the scale grows.
         enabled: Whether to scale losses. With False, losses are returned unscaled and no step is skipped.
-        hysteresis: The number of updates with infinite or NaN gradients before the scale shrinks. The count starts
-            again when the scale grows.
+        hysteresis: The number of updates with infinite or NaN gradients before the scale shrinks. They need not follow
+            each other. The count starts again only when the scale grows.
         floor: The smallest scale. None sets no limit, as in torch.
         ceiling: The largest scale. None sets no limit, as in torch.
         dynamic: Whether the scale changes. With False it stays the same, and steps with infinite or NaN gradients are
@@ -297,8 +298,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         """Scale a loss and add its gradients to ``.grad``, which may hold gradients of losses with other scales.
 
         The first loss after a call of :meth:`update` is scaled as by :meth:`scale`, at no additional cost. The
-        gradients of a further loss with another name are computed separately, checked, and converted to the scale of
-        the first loss, in their own dtype. They are then added to the existing gradients.
+        gradients of a further loss with another name are computed separately and checked. They are converted to the
+        scale of the first loss, in their own dtype, and then added to the existing gradients.
 
         Args:
             loss: A tensor with one element.
@@ -620,8 +621,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         If the gradients were finite, the scale does not change.
 
         Args:
-            dropped: For each optimizer, by its ``id``, and for each device, a tensor that is above zero if a gradient
-                of the optimizer on the device was infinite or NaN.
+            dropped: A tensor for each optimizer, by its ``id``, and each device. It is above zero if a gradient of the
+                optimizer on the device was infinite or NaN.
             stepped: Whether steps were made since the last update. :meth:`update` will then be called in any case.
         """
         for key, flags in dropped.items():

@@ -43,8 +43,8 @@ class StepResult:
     """Tells whether an optimizer step was made or skipped.
 
     :meth:`castwise.Amp.step` returns it. It is true in a condition if the step was made. On an accelerator, the device
-    may decide this after ``step`` has returned. The host waits for the device when :attr:`skipped` is read, when the
-    result is used as a condition, and in some cases when :attr:`restored` is read::
+    may decide this after ``step`` has returned. The host waits for that decision when :attr:`skipped` is read or the
+    result is used as a condition. In some cases it also waits when :attr:`restored` is read. For example::
 
         if not amp.step(optimizer):
             print("the step was skipped because a gradient was infinite or NaN")

@@ -94,18 +94,17 @@ class Amp(masters.OfThisProcess):
     :meth:`close`, or the end of a ``with`` block, restores models, optimizers and process-wide settings.
 
     Args:
-        plan: A :class:`~castwise.Plan`, the name of a preset, the one-line form that :meth:`Plan.parse
-            <castwise.Plan.parse>` reads, the path of a plan file, or a dtype. A dtype stands for autocasting to that
-            dtype.
+        plan: A :class:`~castwise.Plan`, the name of a preset, the one-line form that :meth:`castwise.Plan.parse` reads,
+            the path of a plan file, or a dtype. A dtype stands for autocasting to that dtype.
         device: The device of the model, as torch accepts it. The default is the available accelerator, or else the CPU.
         group: The process group whose ranks train together. These ranks must use the same plan. If their gradients can
             differ, they skip a step together and compute gradient norms over all of them. The default is all ranks.
             ``castwise.ranks.ALONE`` means only this process.
         nonfinite: What a step does if a gradient is infinite or NaN. ``"skip"`` skips the step and counts it in
             :attr:`skipped_steps`. ``"raise"`` raises an error before the step changes anything. Under a plan with a
-            loss scale, it skips steps and lowers the scale first, and raises once the scale cannot be lowered any more.
-            ``"allow"`` does not check gradients. It is not allowed under a plan with a loss scale, which is adjusted by
-            skipping steps.
+            loss scale, steps are skipped first and the scale is lowered. The error is raised once the scale cannot be
+            lowered any more. ``"allow"`` does not check gradients. It is not allowed under a plan with a loss scale,
+            which is adjusted by skipping steps.
         patience: The number of skipped steps in a row after which an error is raised that names the affected
             parameters. Under a dynamic loss scale, the error is raised only if the scale has also reached its smallest
             allowed value.
@@ -211,26 +210,26 @@ class Amp(masters.OfThisProcess):
             model: The model, on its device. Training may have started already.
             optimizers: The optimizers that update the model. To train several models, call this once for each, with the
                 optimizers that update it. An optimizer that updates several models is passed in each of these calls. An
-                optimizer that is created later can be passed in a later call with the same model, unless the plan
-                stores parameters in bf16 or fp16.
+                optimizer that is created later can be passed in another call with the same model. This is not possible
+                if the plan stores parameters in bf16 or fp16.
             methods: The names of methods besides ``forward`` that your code calls and that must run under the plan too.
             inference: Whether the model is only evaluated and not trained any more. Weights are then cast once instead
                 of at every call, except those of norm layers, and no fp32 master weights are kept. Pass no optimizer.
-            part: Whether the model is one stage of a pipeline. A region of the plan (a part of the model with a format
-                of its own) may then match no module here, since it may match in another stage. :meth:`pipeline` checks
-                that every region matches a module in some stage.
+            part: Whether the model is one stage of a pipeline. A region is a part of the model for which the plan sets
+                a format of its own. With True, a region may match no module of this stage, since it may belong to
+                another stage. :meth:`pipeline` checks that every region matches a module in some stage.
             widen: Which tensors to convert from bf16 or fp16 to fp32, if the model arrives with such tensors. Tensors
                 that the plan stores in bf16 or fp16 are never converted to fp32. False converts none. True converts
                 trained parameters, and the buffers of modules that have no frozen bf16 or fp16 parameters. ``"all"``
                 also converts frozen parameters and all buffers. The conversion is exact and in place, so optimizers
-                stay valid, and their state is converted too. :meth:`close` rounds the tensors back to their former
-                dtypes.
+                stay valid. Their state is converted too. :meth:`close` rounds the tensors back to their former dtypes.
 
         Returns:
             ``model`` if no optimizer was given, otherwise the tuple ``(model, *optimizers)``.
 
         Raises:
-            PatternError: A region of the plan does not fit the model.
+            PatternError: The pattern of a region in the plan matches no module, or only modules whose ``forward`` is
+                never called.
             PlanError: Trained parameters are bf16 or fp16, the plan stores them in fp32, and ``widen`` is not given. Or
                 ``widen`` is invalid or has no effect under the plan. Or the ranks have different plans.
             StateError: The model was already wrapped, compiled or prepared, or an optimizer does not belong to the
@@ -376,7 +375,7 @@ class Amp(masters.OfThisProcess):
             plan: The new plan, in any form that the constructor accepts.
 
         Raises:
-            PlanError: The plan does not exist or does not fit the model; see :meth:`prepare`.
+            PlanError: The plan does not exist, or it does not fit the model, as described in :meth:`prepare`.
             DeviceError: The device does not support the plan.
             StateError: A prepared model has already run compiled. Or the old or the new plan stores parameters in bf16
                 or fp16, and a model is sharded or is in DistributedDataParallel.
@@ -466,11 +465,12 @@ class Amp(masters.OfThisProcess):
             widen: Which bf16 and fp16 tensors would be converted to fp32, as in :meth:`prepare`.
 
         Returns:
-            The format in which each module computes, the new dtype of each tensor that would change, and the modules at
-                whose entry and exit tensors would be cast.
+            An object with the format in which each module computes and the new dtype of each tensor that would change.
+            It also lists the modules whose inputs and outputs would be cast.
 
         Raises:
-            PatternError: A region of the plan does not fit the model.
+            PatternError: The pattern of a region in the plan matches no module, or only modules whose ``forward`` is
+                never called.
         """
         check_widen("resolve", widen)
         return resolve(self.plan, model, self.device_type, part=part, inference=inference, widen=widen)
@@ -624,7 +624,7 @@ class Amp(masters.OfThisProcess):
             inputs: The tensors with respect to which gradients are computed.
             create_graph: Whether to build the graph of the gradients, so that a penalty on them can be differentiated.
             name: The name of the loss whose scale is used. For a penalty, give the name of the loss to which the
-                penalty is added, so that an overflow lowers the scale of that loss. With None, the smallest of all loss
+                penalty is added. An overflow then lowers the scale of that loss. With None, the smallest of all loss
                 scales is used.
             kwargs: Further arguments of ``torch.autograd.grad``.
 
@@ -752,7 +752,7 @@ class Amp(masters.OfThisProcess):
 
         Returns:
             A :class:`~castwise.StepResult`, which tells whether the step was skipped and what the norm was before
-                clipping.
+            clipping.
 
         Raises:
             StateError: An optimizer was not prepared, no optimizer has gradients, or an optimizer has already stepped
@@ -865,10 +865,10 @@ class Amp(masters.OfThisProcess):
     def restored_buffers(self) -> dict[str, int]:
         """The number of times that each buffer was reset to finite values after a skipped step, by the buffer's path.
 
-        A buffer, such as a running mean of BatchNorm, is reset to its last finite values if it became infinite or NaN
-        in the forward pass of a step that was then skipped. Buffers that were never reset are left out. If this Amp has
-        prepared several models, each path begins with the class name of its model. Reading this may wait for the
-        device, in the same cases as :attr:`skipped_steps`.
+        The forward pass of a skipped step may have written infinities or NaN into a buffer, such as a running mean of
+        BatchNorm. The buffer is then reset to its last finite values. Buffers that were never reset are left out. If
+        this Amp has prepared several models, each path begins with the class name of its model. Reading this may wait
+        for the device, in the same cases as :attr:`skipped_steps`.
         """
         return self._buffers.restored
 
@@ -922,9 +922,9 @@ class Amp(masters.OfThisProcess):
     ) -> Any:
         """Shard a model with FSDP2, so that each group of parameters that is gathered together has one storage format.
 
-        FSDP2's ``fully_shard`` is called on each part of the model that the plan stores in another format than its
-        surroundings, on each of ``blocks``, and on the model. Call this before the optimizer is created and before
-        :meth:`prepare`.
+        FSDP2's ``fully_shard`` is called on each of ``blocks`` and on the model. It is also called on each part of the
+        model that the plan stores in another format than the module around it. Call this before the optimizer is
+        created and before :meth:`prepare`.
 
         Args:
             model: The model, on its device.
@@ -979,11 +979,12 @@ class Amp(masters.OfThisProcess):
         return self._wrapping.adapt(schedule, self.plan, self.scaler, self._window)
 
     def piece_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """Return which piece of a split weight a parameter is, as ``(index of this rank's piece, number of pieces)``.
+        """Return which piece of a split weight a parameter is: the index of this rank's piece and the number of pieces.
 
-        The parameter must have been declared by :meth:`mark_sharded`, and the result is None otherwise. It is also None
-        if the parameter was declared with ``dim``, since :meth:`as_whole` then gives a DTensor of the whole weight. If
-        FSDP2 has sharded such a parameter further, :meth:`as_whole` cannot do this, and the tuple is returned.
+        The index is the rank of this process in the group that was given to :meth:`mark_sharded`. The result is None if
+        the parameter was not declared by that method. It is also None if the parameter was declared with ``dim``, since
+        :meth:`as_whole` then gives a DTensor of the whole weight. If FSDP2 has sharded such a parameter further,
+        :meth:`as_whole` cannot do this, and the index and the number are returned.
         """
         return self._agreement.pieces.piece(parameter)
 
@@ -1034,8 +1035,9 @@ class Amp(masters.OfThisProcess):
     def model_state_dict(self, model: nn.Module, *, as_given: bool = False) -> dict[str, torch.Tensor]:
         """Return the weights of a model in fp32, under the keys of the model's state dict.
 
-        If the optimizer keeps fp32 master weights, which are the fp32 copies of parameters that are stored in bf16 or
-        fp16, their values are returned. A checkpoint of these weights can be loaded into the model under any plan.
+        Under some plans, parameters are stored in bf16 or fp16, and the optimizer keeps fp32 copies of them, called
+        master weights. The values of these copies are then returned. A checkpoint of these weights can be loaded into
+        the model under any plan.
 
         Args:
             model: A prepared model, or a submodule of one.
@@ -1050,9 +1052,10 @@ class Amp(masters.OfThisProcess):
     def close(self) -> None:
         """Undo everything that :meth:`prepare` changed, and keep the values of the trained weights.
 
-        This removes hooks and restores dtypes, memory formats, the optimizers' kernels, the dtypes of optimizer state,
-        and process-wide settings. fp32 master weights are copied into the model and then removed. If one of these
-        changes cannot be undone, the others are undone nevertheless.
+        Hooks are removed. The dtypes and memory formats of tensors, the kernels and state dtypes of optimizers, and
+        process-wide settings are restored. fp32 master weights, which are the copies that the optimizer updates under
+        some plans, are copied into the model and then removed. If one of these changes cannot be undone, the others are
+        undone nevertheless.
         """
         self._undo.close()
         self._prepares.clear()

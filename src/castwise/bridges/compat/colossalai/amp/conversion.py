@@ -66,8 +66,8 @@ def convert_to_amp(
 
     Returns:
         The tuple ``(model, optimizer, criterion)``. The optimizer is wrapped in an :class:`AmpOptimizer`, with the
-            methods ``backward(loss)``, ``clip_grad_norm(model, max_norm)`` and ``step()``. Its attribute ``amp`` is the
-            :class:`castwise.Amp`.
+        methods ``backward(loss)``, ``clip_grad_norm(model, max_norm)`` and ``step()``. Its attribute ``amp`` is the
+        :class:`castwise.Amp`.
 
     Raises:
         PlanError: The mode does not exist, or the value of an option is not allowed.

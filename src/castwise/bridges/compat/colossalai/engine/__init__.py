@@ -105,7 +105,7 @@ class Engine:
 
         Returns:
             The return value of the optimizer's ``step``. In the naive mode, that is ``(True, grad_norm)`` or, if the
-                step was skipped, ``(False, None)``. In the other modes it is None.
+            step was skipped, ``(False, None)``. In the other modes it is None.
         """
         for handler in self._handlers:
             handler.handle_gradient()
@@ -122,6 +122,6 @@ class Engine:
 
         Returns:
             The tuple ``(output, label, loss)``. A value is None if it was not requested or if only another stage of the
-                pipeline has it.
+            pipeline has it.
         """
         return self.schedule.forward_backward_step(self, data_iter, **kwargs)
