@@ -67,12 +67,12 @@ def bench(
     plan runs a block of steps while the others wait. Fetching batches is not timed. Inference is timed in the same
     way. Memory is measured in a separate process for each plan.
 
-    A plan may be one that the device cannot run, or may be far too slow, or may fail. The result then gives the
-    reason in the plan's row. The other plans are not affected.
+    If the device cannot run a plan, or a plan fails or is far too slow, its entry in the result has the reason. The
+    other plans are not affected.
 
     Args:
         workload: A :class:`castwise.Workload`, or the name of a workload, such as ``sine`` or ``file.py:attribute``.
-        plans: The plans: names of presets, plans or plan files. ``fp32`` is added as the first if it is missing.
+        plans: The plans: names of presets, plans or plan files. ``fp32``, with which the others are compared, is added if it is missing.
         device: The device of the run. By default it is the available accelerator, otherwise the CPU.
         steps: The number of training steps of each plan, at least 3.
         rounds: The number of timing rounds, over all starts.
@@ -82,8 +82,7 @@ def bench(
         seed: The seed of weights and data.
         inference: Whether to measure inference too.
         memory: Whether to measure memory too.
-        hopeless: A plan is stopped if its first steps take this many times as long as those of the baseline, the
-            first plan.
+        hopeless: A plan is stopped if its first steps take this many times as long as those of ``fp32``.
         progress: True shows the command line's progress on standard error. A function is called with
             :class:`castwise.commands.jobs.Event` records.
 

@@ -86,8 +86,8 @@ class PlanResult:
 class BenchResult(Result):
     """The result of :func:`castwise.bench`: the time, memory and loss of each plan on a workload.
 
-    A plan decides the formats in which a model computes and stores its weights. The baseline is the plan with which
-    the others are compared.
+    A plan decides the formats in which a model computes and stores its weights. The baseline is ``fp32``, the plan with
+    which the others are compared.
 
     Attributes:
         workload: The name of the workload.

@@ -78,10 +78,12 @@ class CastwiseOptimizer(AcceleratedOptimizer):
 
 
 class SessionScaler:
-    """Gives a castwise session's loss scale the interface of a GradScaler, which Accelerate and the Trainer save, load and log.
+    """Gives the loss scale of a :class:`castwise.Amp` the interface of a torch ``GradScaler``.
+
+    Accelerate and the Trainer of transformers save, load and log it.
 
     Args:
-        amp: The session.
+        amp: The :class:`castwise.Amp`.
     """
 
     def __init__(self, amp: Amp) -> None:
@@ -110,7 +112,10 @@ class SessionScaler:
         return self._amp.scaler.is_enabled()
 
     def get_scale(self) -> float:
-        """Return the loss scale of the next loss, or 1.0 if the plan has none. Synchronises with the device."""
+        """Return the scale by which the next loss is multiplied, or 1.0 if the plan has no loss scale.
+
+        Reading it waits for the device.
+        """
         return self._amp.get_scale()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -122,7 +127,7 @@ class SessionScaler:
         self._amp.unscale_(inner(optimizer))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's state, the number of skipped steps, and the fields that a torch ``GradScaler`` reads."""
+        """Return the state of the :class:`castwise.Amp`, the number of skipped steps, and the fields of a torch ``GradScaler``."""
         return {
             **self._amp.scaler.state_dict(), **self._amp.state_dict(), "skipped_steps": self.skipped_steps
         }  # fmt: skip

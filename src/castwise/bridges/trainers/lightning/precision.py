@@ -232,10 +232,10 @@ class CastwisePrecision(Precision):
                 self._undo.append(root.register_state_dict_post_hook(save_masters).remove)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Prepare the module now if the strategy will wrap it next, and return the module.
+        """Return the module, after preparing it for the plan if the strategy will wrap it next.
 
-        A strategy wraps modules in DistributedDataParallel, for example.
-        Otherwise a Trainer's module is prepared in :meth:`connect`, when its optimizers exist.
+        A strategy wraps modules in DistributedDataParallel, for example. Otherwise a Trainer's module is prepared in
+        :meth:`connect`, when its optimizers exist.
         """
         if self._fabric is not None:
             fabric, optimizers, moves = self._fabric
@@ -355,7 +355,7 @@ class CastwisePrecision(Precision):
     # --- contexts -----------------------------------------------------------------------------------------
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return a context manager that casts as the plan says, for ``fabric.autocast()``."""
+        """Return a context manager that casts operators by the plan, for ``fabric.autocast()``."""
         return self.amp.autocast()
 
     @contextmanager
@@ -433,7 +433,10 @@ class CastwisePrecision(Precision):
         return tensor if self._module is None else super().pre_backward(tensor, module)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients that are scaled by the loss scale. Under a Trainer, the module's own ``backward`` computes them."""
+        """Compute gradients that are multiplied by the loss scale.
+
+        Under a Trainer, the module's own ``backward`` computes them.
+        """
         # With manual optimization, this runs inside training_step, but backward must not run under the casts of that step.
         with torch.autocast(self.amp.device_type, enabled=False):
             if self._module is not None:
@@ -452,10 +455,12 @@ class CastwisePrecision(Precision):
     def optimizer_step(
         self, optimizer: Any, model: Any = None, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Unscale the gradients and step the optimizer. If a gradient is not finite on any rank, all ranks skip the step.
+        """Unscale the gradients and step the optimizer.
+
+        If a gradient is not finite on any rank, all ranks skip the step.
 
         Returns:
-            The first value that the closure returned. If that is None, the :class:`castwise.StepResult`.
+            The first value that the closure returned. If it is None, the :class:`castwise.StepResult` of the step.
         """
         if self._module is not None and closure is not None:
             closure = functools.partial(self._wrap_closure, model, optimizer, closure)
@@ -493,7 +498,10 @@ class CastwisePrecision(Precision):
         self.amp.unscale_(unwrapped(optimizer))
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Unscale an optimizer's gradients and clip them to a global norm, which is computed over all shards."""
+        """Divide an optimizer's gradients by the loss scale, and clip them to a global norm.
+
+        The norm is computed over all shards.
+        """
         optimizer = unwrapped(optimizer)
         if self.amp.holds(optimizer):
             self.amp.clip_grad_norm_(optimizer, clip_val)
@@ -501,7 +509,7 @@ class CastwisePrecision(Precision):
             super().clip_grad_by_norm(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Unscale an optimizer's gradients and clip each of their elements."""
+        """Divide an optimizer's gradients by the loss scale, and clip each of their elements."""
         optimizer = unwrapped(optimizer)
         if self.amp.holds(optimizer):
             self.amp.clip_grad_value_(optimizer, clip_val)
@@ -511,7 +519,10 @@ class CastwisePrecision(Precision):
     # --- state --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's loss scales. The weights are in the module's own ``state_dict``, in fp32."""
+        """Return the loss scales, as :meth:`castwise.Amp.state_dict` does.
+
+        The weights are in the module's own ``state_dict``, in fp32.
+        """
         return {} if self._amp is None else self._amp.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
