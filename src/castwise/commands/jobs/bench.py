@@ -72,7 +72,8 @@ def bench(
 
     Args:
         workload: A :class:`castwise.Workload`, or the name of a workload, such as ``sine`` or ``file.py:attribute``.
-        plans: The plans: names of presets, plans or plan files. ``fp32``, with which the others are compared, is added if it is missing.
+        plans: The plans: names of presets, plans or plan files. ``fp32``, with which the others are compared, is
+            added if it is missing.
         device: The device of the run. By default it is the available accelerator, otherwise the CPU.
         steps: The number of training steps of each plan, at least 3.
         rounds: The number of timing rounds, over all starts.
