@@ -170,7 +170,8 @@ def _members(cls: type) -> Iterator[tuple[str, str]]:
             "castwise.lab.result",
         ))
     ]
-    for name, value in {**vars(cls), **{k: v for base in bases for k, v in vars(base).items()}}.items():
+    inherited = {k: v for base in reversed(bases) for k, v in vars(base).items()}
+    for name, value in {**vars(cls), **inherited, **vars(cls)}.items():
         if name.startswith("_"):
             continue
         if isinstance(value, (classmethod, staticmethod)):
