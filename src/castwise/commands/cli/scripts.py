@@ -47,7 +47,7 @@ def run(
     if (gate := Gate.of_this_process(follower)) is not None:
         gate.begin()
     elif os.environ.get("RANK", "0") == "0":
-        _say_faults(script, is_module=module)
+        _say_faults("run", script, is_module=module)
     try:
         execute(script, arguments or (), is_module=module)
     except EnoughError:
@@ -90,7 +90,7 @@ def try_(
         from castwise.bridges.run import try_script
 
         chosen = plans_in(plans)
-        _say_faults(script, is_module=module)
+        _say_faults("try", script, is_module=module)
         result = try_script(
             script,
             arguments or (),
@@ -106,14 +106,18 @@ def try_(
         answer(result, lambda: [Path(file) for file in result.files])
 
 
-def _say_faults(script: str, *, is_module: bool) -> None:
-    """Print the precision problems of a script to the error output, in a line each."""
+def _say_faults(command: str, script: str, *, is_module: bool) -> None:
+    """Print the precision problems of a script to the error output, in a line each.
+
+    Whether a model arrives with low weights is left to the run itself, which says what the plan does with it.
+    """
     from castwise.bridges.scripts.lint import lint
 
     path = Path(f"{script.replace('.', '/')}.py" if is_module else script)
     if path.is_file():
         for each in lint(path).findings:
-            typer.echo(each.line_of_text(), err=True)
+            if each.rule != "low-weights-without-masters":
+                typer.echo(f"castwise {command}: {each.line_of_text()}", err=True)
 
 
 def migrate(
