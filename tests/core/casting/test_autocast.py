@@ -96,6 +96,8 @@ def test_cross_entropy_on_a_gpu_rounds_its_log_softmax_to_the_format_of_the_logi
         ((torch.bfloat16,), {"device_type": "cpu"}),
         ((Plan(compute="bf16"),), {"device_type": "cpu"}),
         (("cpu", torch.bfloat16, True, True), {}),
+        (("cpu:0",), {}),
+        ((torch.bfloat16,), {"device_type": "cpu:0"}),
     ],
 )
 def test_every_spelling_of_bf16(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -108,6 +110,24 @@ def test_state_is_restored_after_nesting_and_exceptions() -> None:
     region = castwise.autocast(EXP_FP32, device_type="cpu")
     with pytest.raises(ZeroDivisionError), region, castwise.autocast("cpu", enabled=False), region:
         raise ZeroDivisionError
+    assert state() == before
+
+
+def test_the_format_that_a_script_sets_is_used_and_what_it_sets_inside_ends_with_the_block() -> None:
+    before = state()
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        with castwise.autocast("cpu"), castwise.autocast(device_type="cpu"):
+            assert (X @ X).dtype is torch.float16
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+    for outer in (castwise.autocast, torch.autocast):
+        with outer("cpu"):
+            assert (X @ X).dtype is torch.bfloat16
+            with castwise.autocast("cpu"):
+                torch.set_autocast_dtype("cpu", torch.float16)
+                torch.set_autocast_enabled("cpu", False)
+            assert (X @ X).dtype is torch.bfloat16
     assert state() == before
 
 

@@ -47,11 +47,28 @@ def override_rows(plan: Plan, device_type: str) -> Mapping[str, rules.Row]:
     return rows
 
 
+def _without_index(name: Any) -> Any:
+    """Return the device type of a device with an index, such as ``"cuda:0"``, and anything else unchanged."""
+    kind, _, index = name.partition(":") if isinstance(name, str) else ("", "", "")
+    return kind if kind in DEVICE_TYPES and index.isdecimal() else name
+
+
 _Resolved = tuple[str, str, torch.dtype, bool]
 
 
-@functools.lru_cache(maxsize=256)
 def _resolve(
+    plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
+) -> tuple[_Resolved, tuple[str, ...]]:
+    """Parse the arguments of :class:`autocast`; see :func:`_parse`."""
+    if dtype is None and (plan is None or plan in DEVICE_TYPES):
+        device = plan or device_type or default_device_type()
+        if device in DEVICE_TYPES:
+            dtype = torch.get_autocast_dtype(device)  # a script may have set it
+    return _parse(plan, dtype, enabled, cache_enabled, device_type)
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> tuple[_Resolved, tuple[str, ...]]:
     """Parse the arguments of :class:`autocast`.
@@ -209,6 +226,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
                 f"Expected `device_type` of type `str`, got: `{type(plan)}`: autocast({plan!r}); allowed: a device type "
                 f"({', '.join(DEVICE_TYPES)}), a Plan, the name of a preset or format, a torch.dtype, or a path"
             )
+        plan, device_type = _without_index(plan), _without_index(device_type)
         if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
             plan = as_plan(plan)  # read now: the file may change, and _resolve caches its result
         if torch.compiler.is_compiling():

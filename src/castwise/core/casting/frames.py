@@ -189,18 +189,15 @@ def pop() -> None:
     assert frame is not None, "pop without push"
     before, device, enabled, dtype, cache, state.weights, _, clear, entered = state.saved.pop()
     state.frame = before
-    if frame.dtype is None:
-        if enabled:
-            _set_enabled(device, True)
-    else:
+    if frame.dtype is not None:
         if _decrement() == 0 or clear:
             _clear()
         if cache is not None:
             _set_cache(cache)
-        if dtype is not frame.dtype:
+        if _get_dtype(device) is not dtype:  # code inside the block may have set it
             _set_dtype(device, dtype)
-        if not enabled:
-            _set_enabled(device, False)
+    if _is_enabled(device) is not enabled:
+        _set_enabled(device, enabled)
     if frame.code or (before is not None and before.code):
         _torch.dynamo.set_guard_code(0 if before is None else before.code)
     if frame.overrides and type(entered) is int and (last := _torch.autograd.sequence_number()) > entered:

@@ -240,6 +240,18 @@ def test_a_name_that_another_script_takes_over_stays(tmp_path: Path, other: str,
         assert "castwise.autocast(" in result.after
 
 
+@pytest.mark.parametrize(
+    "use",
+    ["from train import Scaler\nclass Mine(Scaler): pass\n", "import train\nisinstance(x, train.Scaler)\n"],
+)
+def test_a_class_under_a_name_that_other_scripts_import_stays(tmp_path: Path, use: str) -> None:
+    (tmp_path / "train.py").write_text("import torch\nScaler = torch.amp.GradScaler\n")
+    (tmp_path / "other.py").write_text(use)
+    (result,) = migrate(tmp_path).files
+    assert not result.changed
+    assert "other scripts import it" in result.findings[0].text
+
+
 def test_a_package_that_passes_all_names_on_keeps_them(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "train.py").write_text(LOOP)
@@ -254,6 +266,13 @@ BARS = {
     "torch.cuda.amp.autocast = mine\n": "it replaces parts of torch.amp",
     "mock.patch('torch.amp.GradScaler.step', mine)\n": "it replaces parts of torch.amp",
     "setattr(torch.cuda.amp, 'autocast', mine)\n": "it replaces parts of torch.amp",
+    "import torch.amp.grad_scaler as g\nmonkeypatch.setattr(g, 'GradScaler', mine)\n": "it replaces parts of torch.amp",
+    "from torch.amp import GradScaler as G\nmock.patch.object(G, 'step')\n": "it replaces parts of torch.amp",
+    "monkeypatch.setattr('train.torch.amp.GradScaler', mine)\n": "it replaces parts of torch.amp",
+    "monkeypatch.setattr(train.torch, 'autocast', mine)\n": "it replaces parts of torch.amp",
+    "from torch import amp\namp.GradScaler = mine\n": "it replaces parts of torch.amp",
+    "if not cuda: self.scaler._enabled = False\n": "it switches a GradScaler by a private attribute",
+    "self._enabled = False\nmonkeypatch.setattr(train, 'GradScaler', mine)\n": "",
     "GradScaler.step = mine\n": "it replaces parts of torch.amp",
     "old = scaler._unscale_grads_\nscaler._unscale_grads_ = mine\n": "it replaces private methods of GradScaler",
     "class A:\n    def _maybe_opt_step(self): pass\n": "it replaces private methods of GradScaler",
@@ -274,8 +293,11 @@ def test_what_keeps_a_whole_program_on_torch(tmp_path: Path, line: str) -> None:
         assert not stays or f"the program needs torch's own: {BARS[line]}" in result.findings[0].text
 
 
-def test_what_torchscript_may_compile_stays(tmp_path: Path) -> None:
-    (tmp_path / "main.py").write_text("import net\ntorch.jit.script(net.Net())\n")
+@pytest.mark.parametrize(
+    "script", ["torch.jit.script", "from torch.jit import script as s\ns", "import torch.jit as j\nj.script"]
+)
+def test_what_torchscript_may_compile_stays(tmp_path: Path, script: str) -> None:
+    (tmp_path / "main.py").write_text(f"import net\n{script}(net.Net())\n")
     (tmp_path / "net.py").write_text(f"{LOOP}\nclass Net:\n    def forward(self): pass\n")
     (result,) = migrate(tmp_path).files
     assert not result.changed

@@ -69,6 +69,20 @@ class Edits:
             parts = [each.with_changes(semicolon=end) for each, end in zip(new, ends, strict=True)]
             self.replace(node, cst.FlattenSentinel(parts))
 
+    def add_beside(self, node: cst.Import | cst.ImportFrom, *new: cst.BaseSmallStatement) -> None:
+        """Add statements after one, on its line, after changes of it."""
+        former = self.changes.get(node)
+
+        def change(updated: Any) -> Any:
+            got = updated if former is None else former(updated)
+            parts = [*(got.nodes if isinstance(got, cst.FlattenSentinel) else [got]), *new]
+            ends = [cst.MaybeSentinel.DEFAULT] * (len(parts) - 1) + [node.semicolon]
+            return cst.FlattenSentinel([
+                part.with_changes(semicolon=end) for part, end in zip(parts, ends, strict=True)
+            ])
+
+        self.changes[node] = change
+
     def say(self, node: cst.CSTNode, kind: Kind, text: str) -> None:
         """Note something about the line of a node, once."""
         finding = Finding(self.view.line(node), kind, text)

@@ -34,12 +34,17 @@ _BARS = {
         rb"(type\([^()\n]*\)|__class__) *(==|!=|is|in|not in)\b.*\b(GradScaler|autocast)\b|(==|!=|is|is not) *%b"
         % _AMP
     ),
+    "it switches a GradScaler by a private attribute": re.compile(rb"(?i:scaler)\w*\._enabled\s*=[^=]"),
     "it replaces private methods of GradScaler": re.compile(
         rb"(def|\.)\s*(_unscale_grads_|_maybe_opt_step|_lazy_init_scale_growth_tracker|_check_scale_growth_tracker)(\(self|\s*=[^=])"
     ),
 }
 """What bars a program from using castwise's autocast and GradScaler in place of torch's, with the text that shows it."""
 _SCRIPTED, _FORWARD = re.compile(rb"\bjit\.script(_method)?\b"), re.compile(rb"def forward\b|\bjit\b")
+_PARTS = re.compile(r"(^|\.)torch\.((cuda|cpu)\.)?(amp(\.|$)|(autocast|GradScaler)$)")
+"""Matches dotted names of torch.amp and of what it contains, in whatever module they are found."""
+_REPLACES = {"setattr", "delattr", "patch", "object", "multiple", "setitem"}
+"""Last parts of the names of functions that replace an attribute, in Python and in libraries for tests."""
 _STARTS = re.compile(r"__main__$|initialize|launch|convert_to_")
 """Matches text of scripts that are started directly, and not of configurations or imported modules."""
 
@@ -152,8 +157,8 @@ def look(source: bytes) -> Script:
     asked = {name for name in asked if library_of(name) in LIBRARIES}
     return Script(
         tuple(imports), frozenset(words), frozenset(reached - {""}), frozenset(asked), frozenset(installed),
-        bar=next((why for why, text in _BARS.items() if text.search(source)), ""),
-        scripts=bool(_SCRIPTED.search(source)), scripted=bool(_FORWARD.search(source)),
+        bar=next((why for why, text in _BARS.items() if text.search(source)), "") or _replaced(nodes, means),
+        scripts=bool(_SCRIPTED.search(source)) or any(name.startswith("torch.jit.script") for name in reached), scripted=bool(_FORWARD.search(source)),
     )  # fmt: skip
 
 
@@ -165,6 +170,22 @@ def _dotted(node: ast.expr, means: Mapping[str, str]) -> str:
         node = node.value
     start = means.get(node.id) if isinstance(node, ast.Name) else None
     return _original(".".join([start, *reversed(parts)])) if start else ""
+
+
+def _replaced(nodes: Iterable[ast.AST], means: Mapping[str, str]) -> str:
+    """Why a program that replaces parts of torch.amp keeps its classes; empty if it replaces none."""
+    for node in nodes:
+        replaced: list[str] = []
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            replaced = [_dotted(node, means)]
+        elif isinstance(node, ast.Call) and node.args:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in _REPLACES:
+                home = _text(node.args[0]) or _dotted(node.args[0], means)
+                replaced = [home, ".".join([home, *map(_text, node.args[1:2])])]
+        if any(map(_PARTS.search, replaced)):
+            return "it replaces parts of torch.amp"
+    return ""
 
 
 def _original(dotted: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from libcst.metadata import ImportAssignment
+from libcst.metadata import BaseAssignment, ImportAssignment
 
 from castwise.bridges.scripts.migrate.dropins import rewrite_imports
 from castwise.bridges.scripts.migrate.edits import Edits
@@ -36,11 +36,14 @@ def rewrite(
     """
     view = View(text)
     edits = Edits(view)
-    if "castwise" in view.words and not all(
-        isinstance(item, ImportAssignment) for item in view.globals["castwise"]
-    ):
+    if not all(_is_castwise(item) for item in view.everywhere("castwise")):
         why = "the name castwise is used for something else here, so nothing is rewritten"
         return text, [Finding(1, "left", why)]
     rewrite_imports(edits, stays)
     swap_names(edits, exported, stays.get("torch"))
     return edits.apply(), sorted(edits.findings)
+
+
+def _is_castwise(item: BaseAssignment) -> bool:
+    names = {each.name for each in item.get_qualified_names_for("castwise")}
+    return isinstance(item, ImportAssignment) and names == {"castwise"}

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import libcst as cst
 from libcst import metadata as meta
 
-from castwise.bridges.scripts.migrate.edits import Edits, statement, with_names
+from castwise.bridges.scripts.migrate.edits import Edits, small, statement, with_names
 from castwise.bridges.scripts.migrate.program import Stay
-from castwise.bridges.scripts.reading.view import View, root
+from castwise.bridges.scripts.reading.view import View, inside, root
 
 _HOMES = {
     "torch.amp": "castwise",
@@ -42,7 +42,11 @@ _SCALER = (
 )
 _COMPARED = "it is compared with other classes"
 _OF_CLASS = "an attribute of the class itself is used"
+_GIVEN = "other code receives the class itself"
+_EXPORTED = "other scripts import it from this one"
 """Reasons why all of a script's uses stay."""
+_CALLS_IT = {"partial", "partialmethod", "field", "print"}
+"""Functions that do no more with a class than call it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +78,7 @@ def swap_names(edits: Edits, exported: frozenset[str] = frozenset(), stay: Stay 
         stay: Why the whole program keeps torch's; None if it does not.
     """
     view = edits.view
-    uses = list(_uses(view))
+    uses = list(_uses(view, exported))
     if not uses or any(
         isinstance(node, (cst.Import, cst.ImportFrom)) and _imports_castwise(view, node)
         for node in view.nodes
@@ -84,11 +88,11 @@ def swap_names(edits: Edits, exported: frozenset[str] = frozenset(), stay: Stay 
         edits.say(uses[0].node, "left", f"names of torch.amp stay: {stay.why}")
         return
     kept = {use.name for use in uses if use.why and isinstance(use.node, cst.Name)}
-    kept |= {use.last for use in uses if use.why in (_COMPARED, _OF_CLASS)}
+    kept |= {use.last for use in uses if use.why in (_COMPARED, _OF_CLASS, _GIVEN)}
     for node, alias, name in _imported(view):
         if {alias.evaluated_alias or alias.evaluated_name, "*"} & exported:
             kept.add(name)
-            edits.say(node, "left", f"{name} stays: other scripts import it from this one")
+            edits.say(node, "left", f"{name} stays: {_EXPORTED}")
     for use in (use for use in uses if use.why):
         edits.say(use.node, "left", f"{use.name} stays: {use.why}")
     moving = [
@@ -136,7 +140,7 @@ def _imported(view: View) -> Iterator[tuple[cst.ImportFrom, cst.ImportAlias, str
 # --- uses ---------------------------------------------------------------------------------------------------
 
 
-def _uses(view: View) -> Iterator[_Use]:
+def _uses(view: View, exported: frozenset[str]) -> Iterator[_Use]:
     """The uses of names of torch.amp, outside of imports and annotations."""
     for node in view.nodes:
         if not isinstance(node, (cst.Name, cst.Attribute)):
@@ -145,7 +149,7 @@ def _uses(view: View) -> Iterator[_Use]:
         names = SWAPS.keys() & view.origins(node)
         if not names or (isinstance(parent, cst.Attribute) and parent.attr is node):
             continue
-        around = list(view.around(node))
+        around = [*view.around(node)]
         if any(isinstance(outer, (cst.Import, cst.ImportFrom, cst.Annotation)) for outer in around):
             continue
         is_bound = (
@@ -154,7 +158,7 @@ def _uses(view: View) -> Iterator[_Use]:
         )
         if isinstance(node, cst.Name) and is_bound:
             continue
-        why = "the script replaces it" if is_bound else _why(view, node, around)
+        why = "the script replaces it" if is_bound else _why(view, node, exported)
         if isinstance(node, cst.Attribute) and not _is_imported(view, node):
             why = "the script may give the name before it another meaning"
         for name in sorted(names):
@@ -168,16 +172,23 @@ def _is_imported(view: View, chain: cst.Attribute) -> bool:
     return view.origin(chain) is not None and all(isinstance(item, meta.ImportAssignment) for item in items)
 
 
-def _why(view: View, node: cst.CSTNode, around: list[cst.CSTNode]) -> str:
-    """Why a use needs torch's object; empty if it does not."""
+def _why(view: View, node: cst.CSTNode, exported: frozenset[str], seen: frozenset[str] = frozenset()) -> str:
+    """Why a use needs torch's object; empty if it does not.
+
+    Args:
+        view: The script.
+        node: The use: a name of the class, or of a variable that has it.
+        exported: As in :func:`swap_names`.
+        seen: Variables whose uses are looked at already.
+    """
     inner = node
-    for outer in around:
+    for outer in view.around(node):
         if isinstance(outer, cst.Attribute):
             return _OF_CLASS
         if isinstance(outer, (cst.Comparison, cst.MatchClass)) or (
             isinstance(outer, cst.DictElement) and outer.key is inner
         ):
-            return _COMPARED
+            return "" if isinstance(outer, cst.Comparison) and _asks_none(outer) else _COMPARED
         if isinstance(outer, cst.ClassDef):
             return (
                 "a class that derives from it may override what only torch's calls"
@@ -190,10 +201,63 @@ def _why(view: View, node: cst.CSTNode, around: list[cst.CSTNode]) -> str:
             and view.called(outer) in ("isinstance", "issubclass", "register")
         ):
             return "objects of torch's class must be recognised too"
-        if isinstance(outer, (cst.Call, cst.BaseStatement, cst.BaseSmallStatement, cst.Lambda)):
+        if isinstance(outer, cst.Call):
+            return "" if inner is outer.func or view.called(outer) in _CALLS_IT else _GIVEN
+        if isinstance(outer, (cst.Assign, cst.AnnAssign, cst.NamedExpr)):
+            return _why_name(view, outer, exported, seen)
+        if isinstance(outer, (cst.BaseStatement, cst.BaseSmallStatement, cst.Lambda)):
             return ""
         inner = outer
     return ""
+
+
+def _asks_none(comparison: cst.Comparison) -> bool:
+    """Whether a comparison asks of one thing whether it is None."""
+    return all(
+        isinstance(each.comparator, cst.Name) and each.comparator.value == "None"
+        for each in comparison.comparisons
+    )
+
+
+def _why_name(
+    view: View,
+    assignment: cst.Assign | cst.AnnAssign | cst.NamedExpr,
+    exported: frozenset[str],
+    seen: frozenset[str],
+) -> str:
+    """Why a variable needs torch's object: the first reason of its uses."""
+    targets = (
+        [each.target for each in assignment.targets]
+        if isinstance(assignment, cst.Assign)
+        else [assignment.target]
+    )
+    own = {id(part) for target in targets for part in inside(target)}
+    names = {_last(part) for target in targets for part in inside(target)} - {"", *seen}
+    if names & exported:
+        return _EXPORTED
+    for node in view.nodes:
+        if _last(node) not in names or id(node) in own:
+            continue
+        parent = view.parent(node)
+        if isinstance(parent, (cst.Attribute, cst.Arg)) and node in (
+            getattr(parent, "attr", None),
+            getattr(parent, "keyword", None),
+        ):
+            continue
+        if any(
+            isinstance(outer, (cst.Import, cst.ImportFrom, cst.Annotation, cst.AssignTarget))
+            for outer in view.around(node)
+        ):
+            continue
+        if why := _why(view, node, exported, seen | names):
+            return why
+    return ""
+
+
+def _last(node: cst.CSTNode) -> str:
+    """The last part of a dotted name; empty for anything else."""
+    name = node.attr if isinstance(node, cst.Attribute) else node
+    return name.value if isinstance(name, cst.Name) else ""
 
 
 # --- changes ------------------------------------------------------------------------------------------------
@@ -224,16 +288,23 @@ def _swap_chains(edits: Edits, uses: list[_Use]) -> list[cst.CSTNode]:
     """Write castwise's names for chains of attributes, and import castwise where the script imports their first names."""
     view = edits.view
     places: dict[tuple[cst.CSTNode | None, str], cst.BaseStatement] = {}
+    beside: dict[tuple[cst.Import | cst.ImportFrom, str], None] = {}
     for use in uses:
         first = root(use.node)
         assert first is not None
         edits.replace(use.node, cst.parse_expression(f"{SWAPS[use.name]}.{use.last}"))
         for item in view.bindings(first):
             assert isinstance(item, meta.ImportAssignment)
-            line = view.statement(item.node)
+            line, node = view.statement(item.node), item.node
+            if any(outer is line for outer in view.around(use.node)):  # on the line of its import
+                assert isinstance(node, (cst.Import, cst.ImportFrom))
+                beside[node, SWAPS[use.name]] = None
+                continue
             block = view.suite(line) if view.suite(line) is view.module else line
             key = block, SWAPS[use.name]
             places[key] = min(places.get(key, line), line, key=view.position)
     for (_, home), line in places.items():
         edits.insert_after(line, statement(f"import {home}"))
+    for node, home in beside:
+        edits.add_beside(node, small(f"import {home}"))
     return [use.node for use in uses]

@@ -65,6 +65,11 @@ class View:
         }
         """Names of variables, everywhere: not attribute names or argument keywords."""
 
+    def everywhere(self, name: str) -> list[meta.BaseAssignment]:
+        """All bindings of a name in the script, in any scope."""
+        scopes = {id(each): each for each in self._scopes.values() if each is not None}.values()
+        return [item for each in scopes for item in each.assignments if item.name == name]
+
     # --- places -------------------------------------------------------------------------------------------
 
     def code(self, node: cst.CSTNode) -> str:
