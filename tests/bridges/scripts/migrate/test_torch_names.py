@@ -42,7 +42,7 @@ def test_every_name_of_torch_is_known() -> None:
         ("from torch.amp import autocast\nautocast('cpu')", "from castwise import autocast\nautocast('cpu')"),
         ("from torch.cuda.amp import autocast as ac\nac(True)", "from castwise.compat.torch_amp.cuda import autocast as ac\nac(True)"),
         ("from torch import nn, autocast\nautocast('cpu')", "from torch import nn\nfrom castwise import autocast\nautocast('cpu')"),
-        ("if x: from torch import nn, autocast\nf(autocast)", "if x: from torch import nn; from castwise import autocast\nf(autocast)"),
+        ("if x: from torch import nn, autocast\nautocast('cpu')", "if x: from torch import nn; from castwise import autocast\nautocast('cpu')"),
         ("import torch\nwith torch.autocast('cpu'): pass", "import torch\nimport castwise\nwith castwise.autocast('cpu'): pass"),
         ("from torch.cuda import amp\ns = amp.GradScaler()", "from torch.cuda import amp\nimport castwise.compat.torch_amp.cuda\ns = castwise.compat.torch_amp.cuda.GradScaler()"),
         ("def f():\n    import torch\n    return torch.GradScaler()", "def f():\n    import torch\n    import castwise\n    return castwise.GradScaler()"),
