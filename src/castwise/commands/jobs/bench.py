@@ -85,7 +85,7 @@ def bench(
         memory: Whether to measure memory too.
         hopeless: A plan is stopped if its first steps take this many times as long as those of ``fp32``.
         progress: True shows the command line's progress on standard error. A function is called with
-            :class:`castwise.commands.jobs.Event` records.
+            ``castwise.commands.jobs.Event`` records.
 
     Returns:
         The result, with ``.plans``, ``.table()`` and ``.save(folder)``.

@@ -120,7 +120,7 @@ def inspect(
         device: By default the available accelerator, else the CPU.
         seed: The seed of weights, data and random draws.
         progress: True shows the running tool on standard error. A function is called with
-            :class:`castwise.commands.jobs.Event` records.
+            ``castwise.commands.jobs.Event`` records.
 
     Returns:
         The result of each tool. If several tools run, the failure of a tool does not affect the others.

@@ -109,7 +109,7 @@ def tune(
         out: A folder for the files that ``.save(folder)`` writes, which is created at once. The files are written at
             the end, or when the search is interrupted or fails after its first stage.
         progress: True shows the command line's progress on standard error. A function is called with
-            :class:`castwise.commands.jobs.Event` records.
+            ``castwise.commands.jobs.Event`` records.
 
     Returns:
         The result, with ``.plan``, ``.answer``, ``.table()``, ``.save(folder)`` and ``.files``, the files that were

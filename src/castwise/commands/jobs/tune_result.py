@@ -17,11 +17,10 @@ from castwise.lab.search.evidence import Evidence
 class TuneResult(Result):
     """The result of :func:`castwise.tune`: the plan that it chose, and all its measurements.
 
-    Train under the plan with ``castwise.Amp(result.plan)``.
+    Train under the plan with ``castwise.Amp(result.plan)``. All measurements of the search are in ``result.evidence``.
 
     Attributes:
         plan: The chosen plan, which decides the formats in which the model computes and stores its weights.
-        evidence: All measurements of the search.
         files: The paths of the files that :func:`castwise.tune` itself has written, if it was called with ``out``.
             They have the names that :meth:`save` uses.
     """

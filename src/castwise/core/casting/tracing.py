@@ -110,6 +110,7 @@ _BETWEEN_GRAPHS = tuple(
         "plans",
         "masters",
         "scaler",
+        "session.bypass",
     )
 )
 

@@ -367,7 +367,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     ) -> Any:
         """Unscale the gradients, then make the optimizer step, or skip it if a gradient is infinite or NaN.
 
-        Gradients that :meth:`unscale_` has divided already are not divided again.
+        Gradients that ``unscale_`` has divided already are not divided again.
 
         Args:
             optimizer: An optimizer whose gradients were computed since the last call of :meth:`update`.

@@ -368,7 +368,7 @@ class Amp(masters.OfThisProcess):
         """Switch to another plan between two steps, by preparing the same models and optimizers again under that plan.
 
         Weights and optimizer state are kept. The loss scale is kept if both plans have equal
-        :class:`~castwise.LossScale` settings. :attr:`scaler` becomes a new object. If the change fails, the former plan
+        :class:`~castwise.LossScale` settings. ``scaler`` becomes a new object. If the change fails, the former plan
         stays in force. It is better to clear the gradients first. All ranks must call this together.
 
         Args:

@@ -142,8 +142,6 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
                 f"prepare: {kind} does not call Optimizer.__init__, so its steps cannot be followed as the plan {plan} needs; prepare "
                 "the optimizer inside it"
             )
-        if plan.keeps_masters:
-            check_groups(holding, plan)
         if plan.keeps_masters and holding.is_zero:
             raise StateError(
                 f"prepare: {kind} steps a separate optimizer on this rank's share of the parameters, which would bypass "
@@ -152,6 +150,8 @@ def check_optimizers(found: Inventory, plan: Plan) -> None:
                 f"in fp32, such "
                 "as 'bf16-mixed'."
             )
+        if plan.keeps_masters:
+            check_groups(holding, plan)
         if plan.optimizer == "fused":
             check_fused(holding.optimizer)
 

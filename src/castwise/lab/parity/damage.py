@@ -85,7 +85,7 @@ class Estimate:
 
     The damage is the squared relative error that a plan's rounding adds to one update, compared with fp32. It is
     estimated from the gradients of several microbatches. The letters B2, D, G2, S and m are explained in the
-    description of :mod:`castwise.lab.parity.damage`.
+    description of ``castwise.lab.parity.damage``.
 
     Attributes:
         value: The damage. It is infinite if an error is not finite.
