@@ -178,6 +178,36 @@ def test_a_model_that_is_called_past_its_hooks_trains_by_the_plan(
     assert found == run(tmp_path, called, "--plan", plan, "train.py") != python(tmp_path, called)
 
 
+FORWARDS = """
+import gc, inspect, torch, weakref
+from torch import nn
+
+def trained():
+    class Net(nn.Module):
+        def __init__(me): super().__init__(); me.part = nn.Linear(4, 4)
+        def forward(this, x, *, self=0): return this.part(x)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model.forward(torch.ones(4), self=1).sum().backward()
+    optimizer.step()
+    print(inspect.getfullargspec(model.forward), inspect.signature(Net.forward), Net.forward.__qualname__)
+    return weakref.ref(Net), weakref.ref(model)
+
+found = [trained() for _ in range(3)]
+gc.collect()
+print([each() for pair in found for each in pair])
+class Net(nn.Module):
+    def __init__(me): super().__init__(); me.part = nn.Linear(4, 4)
+    def forward(me, x): return me.part(x)
+print(torch.jit.script(Net())(torch.ones(4)).shape)
+"""
+
+
+def test_a_forward_looks_and_lives_as_without_castwise(tmp_path: Path) -> None:
+    """Its arguments are found, one may be called ``self``, and a class that nobody uses is freed."""
+    assert run(tmp_path, FORWARDS, "train.py") == python(tmp_path, FORWARDS)
+
+
 UNSEEN = {
     "its weights by hand": "nn.functional.cross_entropy(model.table.weight[i] @ model.core @ model.table.weight.t(), i)",
     "compiled past it": CALLED.replace("model(", "compiled("),

@@ -215,3 +215,38 @@ def test_weights_that_a_loop_writes_by_hand_survive_an_overflow(tmp_path: Path) 
     )
     found = _printed(_run(f"fp16-mixed+loss_scale.init={2**28}", tmp_path))
     assert found[-1] < found[0]
+
+
+UNPREPARED = {
+    "around another, and uses its gradients": """
+class W(Optimizer):
+    param_groups = property(lambda s: s.base.param_groups)
+    def __init__(s, base): s._optimizer_step_pre_hooks, s._optimizer_step_post_hooks, s.base = {}, {}, base; s._patch_step_function()
+    def zero_grad(s): s.base.zero_grad()
+    @torch.no_grad()
+    def step(s, closure=None):
+        before = [(p, p.grad.clone()) for g in s.param_groups for p in g["params"] if p.grad is not None]
+        s.base.step()
+        for p, grad in before: p.sub_(grad, alpha=0.01)
+o = W(SGD(m.parameters(), 0.1))
+""",
+    "beside another, which is idle": "idle = SGD(m.parameters(), 0.1); o = Adam(m.parameters(), 0.01)\n",
+    "after another, which is kept": "old = SGD(m.parameters(), 0.1); ce(m(X), Y).backward(); old.step(); o = Adam(m.parameters(), 0.01)\n",
+}
+
+
+@each_value()
+@pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
+@pytest.mark.parametrize("which", UNPREPARED)
+def test_an_overflow_reaches_no_weight_through_an_optimizer_that_is_not_prepared(
+    which: str, plan: str, tmp_path: Path
+) -> None:
+    if plan == "fp16-master" and "around" not in which:
+        pytest.skip("low weights have masters in one optimizer")
+    (tmp_path / "train.py").write_text(HEAD + UNPREPARED[which] + LOOP.replace("16", "32"))
+    ran = _run(f"{plan}+loss_scale.init={2**28}", tmp_path)
+    found = _printed(ran)
+    assert found[-1] < found[0]
+    skipped = sum(loss == found[0] for loss in found)
+    assert 5 < skipped < 14
+    assert f"{skipped - 1} steps were skipped" in ran.said("err") or "after" in which

@@ -39,7 +39,7 @@ from castwise.core.parallel import wrappers
 from castwise.core.plans.formats import LOW, LOW_DTYPES
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import some
-from castwise.core.scaler import add_up, gradients, inside, set_aside, watch_closure
+from castwise.core.scaler import add_up, gradients, inside, is_watched, set_aside, watch_closure
 from castwise.core.session import Amp, bypass
 from castwise.core.session.amp import SessionView
 from castwise.errors import CastwiseError, sentence
@@ -111,6 +111,10 @@ class Follower:
         """The number of consecutive searches that found no loss scale with finite gradients."""
         self._overflowed: torch.Tensor | None = None
         """Whether the last gradients of ``torch.autograd.grad`` were not finite, as a 0-dim tensor."""
+        self._hidden: tuple[Optimizer, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+        """An optimizer whose step runs, and parameters with gradients that it must not use."""
+        self._skipped = 0
+        """The number of skipped steps of optimizers that are not prepared."""
         self._begun = False
 
     def begin(self) -> None:
@@ -159,7 +163,7 @@ class Follower:
     @property
     def skipped_steps(self) -> int:
         """The number of steps skipped so far because gradients were not finite."""
-        return sum(amp.skipped_steps for amp in self.sessions.values())
+        return self._skipped + sum(amp.skipped_steps for amp in self.sessions.values())
 
     def _once(self, text: str) -> None:
         if text not in self._said:
@@ -196,10 +200,37 @@ class Follower:
         if amp is not None and _torch.autograd.graph_task_id() != -1 and optimizer in self._joined.values():
             self._hide()
             amp.unscale_(optimizer)  # a hook of the script steps the optimizer during the backward pass
+        self._hide_from(optimizer)
         return watch_closure(optimizer, args, kwargs)
+
+    def _hide_from(self, optimizer: Optimizer) -> None:
+        """Hide gradients that are not finite from an optimizer that is not prepared, but updates a prepared model.
+
+        It may update the same parameters as a prepared one, or contain that one and use its gradients itself.
+        """
+        self._show_to(optimizer)
+        if self._hidden is not None or not self.sessions or is_watched(optimizer):
+            return
+        held = self._held()
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not any(id(model_param_of(p)) in held for p in params):
+            return
+        if bool(gradients.are_finite([p.grad for p in params if p.grad is not None], params[0].device)):
+            self._hidden = optimizer, [(p, p.grad) for p in params if p.grad is not None]
+            self._skipped += not any(map(is_watched, inside(optimizer)))  # which are counted
+            for parameter in params:
+                parameter.grad = None
+
+    def _show_to(self, optimizer: Optimizer) -> None:
+        """Put gradients back that were hidden from a step of an optimizer, after it or after an error in it."""
+        if self._hidden is not None and self._hidden[0] is optimizer:
+            (_, hidden), self._hidden = self._hidden, None
+            for parameter, grad in hidden:
+                parameter.grad = grad if parameter.grad is None else parameter.grad
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._stepping = None
+        self._show_to(optimizer)
         if optimizer not in self._judged:
             self._judged.add(optimizer)
             seen = {id(p) for module in self._known for p in module.parameters(recurse=False)}
@@ -362,6 +393,7 @@ class Follower:
     def _backward(self, call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         if not self._begun or _torch.autograd.graph_task_id() != -1:  # called inside another backward pass
             return call(outputs, grads, *args, **kwargs)
+        self._hidden = None
         self._join()
         amp = None if self.plan.loss_scale is None else self._session_of(outputs)
         if amp is None:

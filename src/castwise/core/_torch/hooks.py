@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,8 +82,10 @@ class Forwards:
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
-        self._changed: dict[type, tuple[Any, Any]] = {}
-        """By class, its own ``forward`` and ours."""
+        self._changed: weakref.WeakSet[type] = weakref.WeakSet()
+        """The classes whose ``forward`` is ours; its ``__wrapped__`` is their own."""
+        self._ours: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Our functions."""
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -93,22 +97,29 @@ class Forwards:
         """Restore all classes."""
         while self._undo:
             self._undo.pop()()
-        self._put(ours=False)
+        self._restore()
         self._changed.clear()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Restore all classes inside a block, for code that reads the source of ``forward``."""
-        self._put(ours=False)
+        restored = self._restore()
         try:
             yield
         finally:
-            self._put(ours=True)
+            for home, ours in restored:
+                if vars(home).get("forward") is ours.__wrapped__:
+                    home.forward = ours
 
-    def _put(self, *, ours: bool) -> None:
-        for home, (own, called) in self._changed.items():
-            if vars(home).get("forward") is (own if ours else called):
-                home.forward = called if ours else own  # type: ignore[attr-defined]
+    def _restore(self) -> list[tuple[Any, Any]]:
+        """Give the classes back their own ``forward``; returns the classes and the functions that were there."""
+        restored = []
+        for home in list(self._changed):
+            ours: Any = vars(home).get("forward")
+            if isinstance(ours, types.FunctionType) and ours in self._ours:
+                home.forward = ours.__wrapped__  # type: ignore[attr-defined]
+                restored.append((home, ours))
+        return restored
 
     def _noting(self, make: Callable[..., Any]) -> Callable[..., Any]:
         def made(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -124,16 +135,20 @@ class Forwards:
         if not isinstance(forward, types.FunctionType):  # scripted code, for example
             return
 
-        def called(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def called(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return forward(self, *args, **kwargs)
             return run(forward, self, args, kwargs)
 
         # Dynamo keeps compiled code per code object, and stops compiling one after eight compilations
         code = called.__code__.replace(co_name=f"forward_of_{home.__name__}")
-        own = types.FunctionType(code, called.__globals__, code.co_name, None, called.__closure__)
-        self._changed[home] = forward, functools.wraps(forward)(own)
-        home.forward = self._changed[home][1]
+        ours: Any = types.FunctionType(code, called.__globals__, code.co_name, None, called.__closure__)
+        functools.update_wrapper(ours, forward)
+        with contextlib.suppress(ValueError, TypeError):  # for what does not follow __wrapped__
+            ours.__signature__ = inspect.signature(forward)
+        self._ours.add(ours)
+        self._changed.add(home)
+        home.forward = ours
 
 
 def around_function(

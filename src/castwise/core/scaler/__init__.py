@@ -24,7 +24,7 @@ from castwise.core.scaler.nested import inside
 from castwise.core.scaler.result import StepResult
 from castwise.core.scaler.state import ScalePolicy, ScaleState, next_state
 from castwise.core.scaler.step_guard import StepGuard
-from castwise.core.scaler.watch import Watch, watch_closure
+from castwise.core.scaler.watch import Watch, is_watched, watch_closure
 from castwise.core.scaler.window import Window
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "from_apex",
     "from_colossalai",
     "inside",
+    "is_watched",
     "next_state",
     "set_aside",
     "to_apex",

@@ -51,6 +51,11 @@ def watch_closure(
     return _torch.steps.with_closure(args, kwargs, _closure_step(optimizer, closure).evaluate)
 
 
+def is_watched(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's steps are guarded: it is prepared, or it is inside a prepared one."""
+    return optimizer in _watches
+
+
 def _closure_step(optimizer: Optimizer, closure: Callable[[], Any]) -> ClosureStep:
     step = _closure_steps[id(optimizer)] = ClosureStep(
         optimizer,
