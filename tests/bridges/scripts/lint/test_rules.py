@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -271,6 +272,40 @@ def test_a_script_that_never_ends_or_calls_itself_is_checked(tmp_path: Path) -> 
         + FAULTS["clip-before-unscale"][0].removeprefix(HEAD)
     )
     assert [one.rule for one in lint(script).findings] == ["clip-before-unscale"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "values = [1]\n" + "values += values\nvalues.extend(values)\n" * 40,
+        "values = [1]\n" + "values = [*values, *values]\n" * 40,
+        "f0 = lambda: model(1)\n"
+        + "".join(f"f{n} = lambda: f{n - 1}() + f{n - 1}()\n" for n in range(1, 40)),
+        "table = {" + ", ".join(f"'k{n}': {n}" for n in range(5000)) + "}\n" + "use(table)\n" * 2000,
+        "from . import *\nfrom .. import x\nfrom ....far import *\nfrom train import *\n",
+        "table = {[1]: 2, {}: 3, **other}\ntable[[1]] = 3\ntable.get({})\ndict = len\ndict(a=1)\n",
+    ],
+    ids=["a list adds itself", "a list doubles", "lambdas double", "a large table", "imports", "odd keys"],
+)
+def test_values_that_grow_and_odd_code_end_soon(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + text + FAULTS["clip-before-unscale"][0].removeprefix(HEAD))
+    checked = lint(script)
+    assert checked.problems == ()
+    assert [one.rule for one in checked.findings] == ["clip-before-unscale"]
+
+
+def test_a_pipe_with_the_name_of_a_script_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.py")
+    assert lint(tmp_path).looked_at == 0
+
+
+def test_an_ignore_comment_behind_a_form_feed(tmp_path: Path) -> None:
+    text = HEAD + "\f\n" + FAULTS["clip-before-unscale"][0].removeprefix(HEAD)
+    line = next(each for each in text.split("\n") if "clip_grad" in each)
+    script = tmp_path / "train.py"
+    script.write_text(text.replace(line, f"{line}  # castwise: ignore"))
+    assert lint(script).findings == ()
 
 
 @pytest.mark.parametrize("command", [["run", "--plan", "fp32"], ["doctor", "--lint"]])

@@ -28,8 +28,8 @@ _PARTS = Parts(execute, evaluate, attribute, call, call_function)
 _USES = re.compile(r"\b(autocast|GradScaler)\b|\.(half|bfloat16)\(")
 """Text of programs that may use mixed precision where a test turns out differently than in the first run."""
 _RUNS = 120
-_STATEMENTS = 60_000
-"""Statements of all runs together, after which no other run is begun."""
+_STATEMENTS = 75_000
+"""Statements and calls of all runs together, after which no other run is begun."""
 _LOOPED = re.compile(r"epoch|(^|_)(train(ing)?_)?step$|one_iter|iteration|batch", re.IGNORECASE)
 """Names of functions that a loop calls."""
 
@@ -95,8 +95,10 @@ class Exploration:
                 if node not in machine.visited:
                     _enter(machine, node)
         except (SpentError, RecursionError):
-            pass
-        rules.end()
+            rules.end()
+            rules.later.clear()  # what is missing may be in the rest
+        else:
+            rules.end()
         self.visited |= machine.visited
         self.executed += machine.executed
         self.facts.files |= set(machine.modules)
@@ -149,7 +151,7 @@ def _flips(machine: Machine) -> list[tuple[str, str]]:
         if not varies:
             flips.append((text, "F" if decided else "T"))
         elif decided:
-            flips += [(text, "FT"), (text, "FF")]
+            flips += [(text, "FT")]
         else:
             flips += [(text, "TF")]
     return flips

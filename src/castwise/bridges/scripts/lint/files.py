@@ -73,7 +73,7 @@ def _is_concerned(raw: bytes, file: Path) -> bool:
 def _is_ignored(fault: Fault, lines: dict[Path, list[str]]) -> bool:
     """Whether a comment in the line switches the rule off: ``# castwise: ignore`` or ``# castwise: ignore[rule, ...]``."""
     if fault.path not in lines:
-        lines[fault.path] = fault.path.read_text(errors="replace").splitlines()
+        lines[fault.path] = fault.path.read_text(errors="replace").split("\n")
     said = _IGNORED.search(lines[fault.path][fault.line - 1])
     return said is not None and (said[1] is None or fault.rule in re.split(r"[\s,]+", said[1]))
 

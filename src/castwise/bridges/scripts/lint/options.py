@@ -42,6 +42,8 @@ def unused_options(program: Program, facts: Facts) -> Iterator[Place]:
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     yield from (Place(path, line, 0) for line in _of_command(node))
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as given) if _CONFIG.search(name):  # fmt: skip
+                    if Place(path, given.lineno, given.col_offset) in facts.handed:
+                        continue
                     keys = {str(key.value): Place(path, value.lineno, value.col_offset) for key, value in zip(given.keys, given.values, strict=True) if isinstance(key, ast.Constant)}  # fmt: skip
                     yield from _of_fields(keys, text, facts.handed)
                 case ast.ClassDef(name=name) if _CONFIG.search(name) and _is_dataclass(node):

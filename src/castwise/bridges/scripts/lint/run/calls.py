@@ -54,6 +54,7 @@ def evaluate_call(machine: Machine, node: ast.Call, scope: Scope) -> Value:
         if keyword.arg is not None:
             named[keyword.arg] = value
         elif isinstance(value, Box):
+            machine.rules.facts.handed.add(value.place)
             named.update({key: item for key, item in value.items.items() if isinstance(key, str)})
             if value.is_open:
                 named["**"] = value
@@ -103,6 +104,7 @@ def call_function(machine: Machine, function: Function, arguments: Arguments, no
     assert function.scope is not None
     if machine.running.count(definition) or len(machine.running) >= _DEEPEST:
         return machine.unknown(node, _call_text(node))
+    machine.spend()
     machine.visited.add(definition)
     scope = Scope(function.scope.module, function.scope)
     before = machine.path, len(machine.regions), machine.yielded

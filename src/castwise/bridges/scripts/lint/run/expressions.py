@@ -135,8 +135,7 @@ def _eval_dict(
         if key is None:
             merge(machine, box, value)
             continue
-        index = machine.eval(key, scope)
-        box.items[key_of(index)] = value
+        box.add(value, key_of(machine.eval(key, scope)))
     return box
 
 
@@ -194,6 +193,7 @@ def _eval_comprehension(
                 items = [machine.const(node, key) for key in list(over.items)[:_ITEMS]]
             box.is_open = over.is_open or len(over.items) > _ITEMS
         for item in items:
+            machine.spend()
             bind(machine, generators[0].target, over, item, inner)
             yield from rounds(generators[1:])
 
@@ -262,7 +262,7 @@ def _member(machine: Machine, of: Instance, found: Value | None, name: str, node
         return found
     if is_method(of, name):
         return Method(machine.place(node), of=of, name=name)
-    new = machine.unknown(node, f"machine.{name}")
+    new = machine.unknown(node, f"self.{name}")
     new.place, new.loops, new.owner = of.place, of.loops, (of, name)
     of.fields[name] = new
     return new

@@ -30,8 +30,8 @@ from castwise.bridges.scripts.lint.run.values import (
     code,
 )
 
-_MOST = 20_000
-"""Statements of one run."""
+_MOST = 30_000
+"""Statements, calls and items of comprehensions of one run."""
 _TEXT = 70
 
 
@@ -142,10 +142,18 @@ class Machine(Trace):
     def block(self, body: Sequence[ast.stmt], scope: Scope) -> None:
         """Execute statements."""
         for statement in body:
-            self.executed += 1
-            if self.executed > _MOST:
-                raise SpentError
+            self.spend()
             self.parts.execute(self, statement, scope)
+
+    def spend(self) -> None:
+        """Count a statement, a call or an item of a comprehension.
+
+        Raises:
+            SpentError: The run has executed as many as it may.
+        """
+        self.executed += 1
+        if self.executed > _MOST:
+            raise SpentError
 
     def eval(self, node: ast.expr, scope: Scope) -> Value:
         """The value of an expression."""

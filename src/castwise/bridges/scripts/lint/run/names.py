@@ -37,6 +37,12 @@ LR = "torch.optim.lr_scheduler."
 SCHEDULED = re.compile(r"sched|(^|[._])lr_?(s|sch|sched|decay|policy)$", re.IGNORECASE)
 OPTIMIZERS = re.compile(r"(^|\.)(\w*Adam\w*|SGD\w*|AdamW\w*|RMSprop\w*|Adagrad|Adafactor|Lion\w*|Lamb|LAMB|NovoGrad|RAdam|NAdam|LBFGS|Rprop|ASGD|Adadelta|Muon)$")  # fmt: skip
 OPTIMIZED = re.compile(r"opt", re.IGNORECASE)
+OF_SCALERS = {
+    "scale", "unscale_", "step", "update", "get_scale", "is_enabled", "state_dict", "load_state_dict", "get_growth_factor",
+    "set_growth_factor", "get_backoff_factor", "set_backoff_factor", "get_growth_interval", "set_growth_interval",
+    "_enabled", "_scale", "_growth_tracker", "_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval",
+}  # fmt: skip
+"""What scripts use of torch's GradScaler."""
 SCALED = re.compile(r"scal", re.IGNORECASE)
 WRAPPERS = re.compile(r"(^|\.)(DistributedDataParallel|DDP|DataParallel|FullyShardedDataParallel|FSDP|compile|convert_sync_batchnorm|unwrap_model|de_parallel|script|fully_shard|replicate)$")  # fmt: skip
 QUIET = re.compile(

@@ -97,7 +97,7 @@ def make_dict(machine: Machine, arguments: Arguments, node: ast.AST) -> Box:
 def merge(machine: Machine, box: Box, value: Value) -> None:
     """Add what ``**value`` or ``*value`` contains."""
     if isinstance(value, Box):
-        for key, each in value.items.items():
+        for key, each in list(value.items.items()):
             box.add(each, key if box.is_dict else None)
         box.is_open |= value.is_open
     else:

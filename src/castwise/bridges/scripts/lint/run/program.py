@@ -67,10 +67,12 @@ class Program:
         for _ in range(level - 1):
             start = start.parent
         parts = [part for part in name.split(".") if part]
+        if not parts:
+            return None
         base = start.joinpath(*parts)
         for path in (base.with_suffix(".py"), base / "__init__.py"):
             is_around = path.name == "__init__.py" and self.path.is_relative_to(path.parent)
-            if parts and path.is_relative_to(self.folder) and not is_around and self._is_readable(path):
+            if path.is_relative_to(self.folder) and not is_around and self._is_readable(path):
                 return path
         return None
 

@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from castwise.bridges.scripts.lint.run.names import is_optimizer
+from castwise.bridges.scripts.lint.run.names import OF_SCALERS, is_optimizer
 from castwise.bridges.scripts.lint.run.trace import Trace
 from castwise.bridges.scripts.lint.run.values import (
     Arguments,
@@ -122,6 +122,7 @@ class Rules:
         self.facts = facts
         self.trace = trace
         self.found: set[tuple[Place, str]] = set()
+        self._claims: list[tuple[Place, str, Value | None]] = []
         self.later: set[tuple[Place, str, Place]] = set()
         self.seen: set[Place] = set()
         self.default_format: str | None = None
@@ -140,9 +141,9 @@ class Rules:
         self._falls_back = False
         self._has_autocast = False
 
-    def report(self, rule: str, place: Place) -> None:
-        """Add an error."""
-        self.found.add((place, rule))
+    def report(self, rule: str, place: Place, scaler: Value | None = None) -> None:
+        """Add an error; if a scaler causes it, only if the script uses nothing of it that torch's does not have."""
+        self._claims.append((place, rule, scaler))
 
     def _here(self, node: ast.AST) -> Place:
         place = self.trace.place(node)
@@ -202,7 +203,7 @@ class Rules:
                 self.facts.escaped.add(each.place)
             elif isinstance(each, Unknown) and each.options is not None:
                 self.facts.handed |= each.options
-            elif isinstance(each, Const):
+            elif isinstance(each, (Const, Box)):
                 self.facts.handed.add(each.place)
             elif isinstance(each, Instance) and each.kind is not None:
                 self.facts.handed.add(each.kind.place)
@@ -258,7 +259,7 @@ class Rules:
         now.unscaled.add(optimizer)
         before = now.divided.get(optimizer)
         if before is not None and before[1] < now.backwards:
-            self.report("unscale-each-microbatch", place)
+            self.report("unscale-each-microbatch", place, scaler)
         now.divided[optimizer] = place, now.backwards
 
     def clipped(self, node: ast.AST, arguments: Arguments, of: Value | None = None) -> Value | None:
@@ -277,7 +278,7 @@ class Rules:
         """Whether the gradients that are clipped may be those that were unscaled."""
         clipped = frozenset().union(*(each.modules for each in values))
         known = [each.modules for each in now.unscaled]
-        if clipped and known and all(known):
+        if clipped and known and all(known) and not any(map(_may_be_another, clipped.union(*known))):
             return any(clipped & each for each in known)
         return bool(known)
 
@@ -294,9 +295,9 @@ class Rules:
             is_on = not isinstance(scaler, Scaler) or scaler.is_on
             is_scaled = is_on and self._scaled_last is scaler and optimizer not in self._zeroed
             if is_scaled and optimizer not in now.unscaled and not now.reads:
-                self.report("step-on-scaled-gradients", place)
+                self.report("step-on-scaled-gradients", place, scaler)
                 for clip in now.clips:
-                    self.report("clip-before-unscale", clip)
+                    self.report("clip-before-unscale", clip, scaler)
             now.clips.clear()
             now.divided.pop(optimizer, None)
         self._trained(optimizer)
@@ -314,7 +315,7 @@ class Rules:
         self._unscaled_losses.clear()
         if is_on:
             for clip in now.clips:
-                self.report("clip-before-unscale", clip)
+                self.report("clip-before-unscale", clip, scaler)
         now.clips.clear()
         now.unscaled.discard(optimizer)
         now.divided.pop(optimizer, None)
@@ -433,3 +434,14 @@ class Rules:
                 same = any(each is optimizer or each.place == optimizer.place for each in save.optimizers)
                 if same:
                     self.later.add((save.place_for(scaler), "scaler-not-saved", scaler.place))
+        self.found |= {(place, rule) for place, rule, scaler in self._claims if not _is_foreign(scaler)}
+
+
+def _may_be_another(value: Value) -> bool:
+    """Whether a value may be the same object as another value: an item of a container, or what a loop runs over."""
+    return isinstance(value, Unknown) and (value.turn is not None or "[" in value.text)
+
+
+def _is_foreign(scaler: Value | None) -> bool:
+    """Whether a scaler that the script does not make has attributes that torch's GradScaler does not have."""
+    return isinstance(scaler, Unknown) and not scaler.fields.keys() <= OF_SCALERS

@@ -56,7 +56,7 @@ def _aug_assign(machine: Machine, node: ast.AugAssign, scope: Scope) -> None:
     before, value = machine.eval(node.target, scope), machine.eval(node.value, scope)
     if isinstance(before, Box):
         if isinstance(value, Box):
-            for key, each in value.items.items():
+            for key, each in list(value.items.items()):
                 before.add(each, key if before.is_dict else None)
         else:
             before.is_open = True

@@ -35,7 +35,7 @@ class Trace:
         frames: The functions that are being executed, from outside in: the scope of each, and the place of its call.
         running: Their definitions.
         yielded: What the innermost of them has yielded.
-        executed: The number of statements that were executed.
+        executed: The number of statements, calls and items of comprehensions that were executed.
     """
 
     def __init__(self, program: Program, choices: Mapping[str, str]) -> None:

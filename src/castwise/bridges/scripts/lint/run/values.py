@@ -136,6 +136,9 @@ class Unknown(Value):
     options: set[Place] | None = None
 
 
+_MOST_ITEMS = 1000
+
+
 @dataclasses.dataclass(eq=False)
 class Box(Value):
     """A dictionary (``items`` by key) or a sequence (``items`` by index).
@@ -153,7 +156,10 @@ class Box(Value):
     maker: Scope | None = None
 
     def add(self, value: Value, key: object = None) -> None:
-        """Add an item: under a key, or at the end."""
+        """Add an item: under a key, or at the end; one of very many is not known."""
+        if len(self.items) >= _MOST_ITEMS:
+            self.is_open = True
+            return
         while key is None or (not self.is_dict and key in self.items):
             key = len(self.items) if key is None else object()
         self.items[key] = value
