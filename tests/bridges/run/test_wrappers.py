@@ -208,11 +208,26 @@ def test_sam_is_the_recipe_by_hand(moves: str, plan: str, scale: int, tmp_path: 
     assert "Warning" not in ran.said("err")
 
 
-def test_weights_that_a_loop_writes_by_hand_survive_an_overflow(tmp_path: Path) -> None:
-    loop = LOOP.replace("o.step();", "[p.data.sub_(p.grad, alpha=0.1) for p in m.parameters()]; o.step();")
-    (tmp_path / "train.py").write_text(
-        HEAD + "o = SGD(m.parameters(), 0.0)" + loop.replace("p.data", "p.detach()")
-    )
+HAND = {
+    "before each step": "[p.detach().sub_(p.grad, alpha=0.1) for p in m.parameters()]; o.step()",
+    "after each step": "o.step(); [p.detach().sub_(p.grad, alpha=0.1) for p in m.parameters()]",
+    "in place of later steps": "[p.detach().sub_(p.grad, alpha=0.1) for p in m.parameters()] if _ % 3 else o.step()",
+    "by a wrapper that is no optimizer": "w.step()",
+}
+WRAPPER = """
+class W:
+    def __init__(s, base): s.base = base
+    def step(s): s.base.step(); [p.detach().sub_(p.grad, alpha=0.1) for p in m.parameters()]
+w = W(o)
+"""
+
+
+@pytest.mark.parametrize("when", HAND)
+def test_weights_that_a_loop_writes_by_hand_survive_an_overflow(when: str, tmp_path: Path) -> None:
+    loop = LOOP.replace("o.step()", HAND[when]).replace("range(16)", "range(48)")
+    if " if " in HAND[when]:
+        loop = loop.replace("[p.detach()", "([p.detach()").replace("o.step();", "o.step());")
+    (tmp_path / "train.py").write_text(HEAD + "o = SGD(m.parameters(), 0.0)" + WRAPPER + loop)
     found = _printed(_run(f"fp16-mixed+loss_scale.init={2**28}", tmp_path))
     assert found[-1] < found[0]
 
@@ -250,3 +265,33 @@ def test_an_overflow_reaches_no_weight_through_an_optimizer_that_is_not_prepared
     skipped = sum(loss == found[0] for loss in found)
     assert 5 < skipped < 14
     assert f"{skipped - 1} steps were skipped" in ran.said("err") or "after" in which
+
+
+def test_an_optimizer_that_comes_too_late_for_masters_is_told(tmp_path: Path) -> None:
+    late = (
+        "old = SGD(m.parameters(), 0.1); ce(m(X), Y).backward(); old.step(); o = Adam(m.parameters(), 0.01)\n"
+    )
+    (tmp_path / "train.py").write_text(HEAD + late + LOOP)
+    ran = _run("fp16-master", tmp_path)
+    assert ran.wait(120) == 1
+    assert "Adam steps as it would without castwise: the plan fp16-master keeps fp32 masters of" in ran.said(
+        "err"
+    )
+    assert "Make all optimizers before the model's first call" in ran.said("err")
+
+
+def test_a_step_that_sam_skips_within_a_closure_is_counted(tmp_path: Path) -> None:
+    step = """
+    def step(s, closure): s.first_step(zero_grad=True); torch.enable_grad()(closure)(); s.second_step()
+"""
+    loop = """
+o = Sam(m.parameters(), SGD, lr=0.1, momentum=0.9)
+def loss(): each = ce(m(X), Y); each.backward(); return each
+for _ in range(24): each = loss(); o.step(loss); o.zero_grad(); print(each.item())
+"""
+    (tmp_path / "train.py").write_text(HEAD + SAM + MOVES["a copy put back"] + step + loop)
+    ran = _run(f"fp16-mixed+loss_scale.init={2**28}", tmp_path)
+    found = _printed(ran)
+    skipped = sum(loss == found[0] for loss in found) - 1
+    assert 0 < skipped < 8
+    assert f"castwise run: {skipped} step{'s were' if skipped > 1 else ' was'} skipped" in ran.said("err")

@@ -260,7 +260,14 @@ class Follower:
                         self._joined[number] = optimizer
                     except CastwiseError as error:
                         kind = type(optimizer).__name__
-                        self._once(f"{kind} steps as it would without castwise: {sentence(error)}")
+                        why = sentence(error)
+                        if self.plan.keeps_masters and Amp.of(model) is amp:
+                            why = (
+                                f"the plan {self.plan} keeps fp32 masters of {type(model).__name__} in the optimizers with "
+                                "which it was prepared. Make all optimizers before the model's first call, or use a plan that "
+                                "stores fp32, such as 'bf16-mixed' or 'fp16-mixed'"
+                            )
+                        self._once(f"{kind} steps as it would without castwise: {why}")
 
     def _meet(self, module: nn.Module) -> None:
         if module in self._known or not self._begun:

@@ -109,6 +109,8 @@ class Window:
         Before the step, the user may change or replace gradients and add parameters.
         """
         self._dropped: dict[int, dict[torch.device, torch.Tensor]] = {}
+        # The optimizers, by id, whose gradients were dropped by other code than a closure that a step evaluates.
+        self._given_up: set[int] = set()
         """Whether gradients that the user unscaled and then cleared were not finite, by the ``id`` of the optimizer."""
         self._cleared: dict[int, Cleared] = {}
         """Samples of the gradients of each optimizer that were cleared while scaled, by the optimizer's ``id``."""
@@ -203,6 +205,7 @@ class Window:
             if they are not.
         """
         dropped, self._dropped = self._dropped, {}
+        given_up, self._given_up = self._given_up, set()
         if not self.scaler.works or not (dropped or self.scaler._flags.states):
             return {}
         found = {}
@@ -215,7 +218,8 @@ class Window:
             if bad is not False:
                 found[key] = flags
                 self.written.note_counted(key)
-                self.count(StepResult(list(flags.values()), send=False), skips=not self.evaluates)
+                skips = key in given_up or not self.evaluates
+                self.count(StepResult(list(flags.values()), send=False), skips=skips)
                 if bad and isinstance(self.scaler, StepGuard):
                     self.scaler.note_given_up(optimizer)
         return found
@@ -391,6 +395,8 @@ class Window:
                 continue
             if flags := state["found_inf_per_device"]:  # none if they were cleared before
                 self._dropped[key], state["found_inf_per_device"] = flags, {}
+                if not self.evaluates:
+                    self._given_up.add(key)
                 self._put_back_unstepped()
 
     def _take_part(self, optimizer: Optimizer) -> None:

@@ -5,8 +5,9 @@ overflow, the weights become NaN before any step could be skipped. So when gradi
 not finite, the weights are copied. Weights that have become non-finite at the next clearing of gradients, forward,
 reading of the state or step get the copies back, and the step is skipped.
 
-An optimizer is observed until its first step. It is copied later only if its weights were written before that step, or
-if it contains another optimizer: otherwise neither time nor memory is spent.
+Where the host knows that the gradients are not finite, the weights are always copied, until they are looked at. Where only
+the device knows, an optimizer is observed until its first step, and the host waits later only if its weights were written
+before that step, or if it contains another optimizer.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Written:
         self._contains, self._agreed, self._sync = contains, agreed, sync
         self._overflows: dict[int, _Overflow] = {}
         self._writes: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        """Whether weights are written between backward and step; known after an optimizer's first step."""
+        """Whether the host waits to know whether gradients are finite; known after an optimizer's first step."""
         self._versions: dict[int, list[int]] = {}
         """By optimizer that has not stepped: its weights' versions after the first backward."""
 
@@ -73,10 +74,10 @@ class Written:
             self.look()
         if writes is None:
             self._versions.setdefault(key, _torch.tensors.versions(_weights(optimizer)))
-        if writes is False or key in self._overflows:
+        if key in self._overflows:
             return
         bad = read_on_host(flags)
-        if bad or (bad is None and wait and any(bool(flag) for flag in flags)):
+        if bad or (bad is None and wait and writes is not False and any(bool(flag) for flag in flags)):
             copies = [(weight, weight.detach().clone()) for weight in _weights(optimizer)]
             self._overflows[key] = _Overflow(weakref.ref(optimizer), copies)
 
