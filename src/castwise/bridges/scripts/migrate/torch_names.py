@@ -203,8 +203,8 @@ def _why(view: View, node: cst.CSTNode, exported: frozenset[str], seen: frozense
             return "objects of torch's class must be recognised too"
         if isinstance(outer, cst.Call):
             return "" if inner is outer.func or view.called(outer) in _CALLS_IT else _GIVEN
-        if isinstance(outer, (cst.Assign, cst.AnnAssign, cst.NamedExpr)):
-            return _why_name(view, outer, exported, seen)
+        if targets := _targets(outer, inner):
+            return _why_name(view, targets, exported, seen)
         if isinstance(outer, (cst.BaseStatement, cst.BaseSmallStatement, cst.Lambda)):
             return ""
         inner = outer
@@ -219,18 +219,19 @@ def _asks_none(comparison: cst.Comparison) -> bool:
     )
 
 
-def _why_name(
-    view: View,
-    assignment: cst.Assign | cst.AnnAssign | cst.NamedExpr,
-    exported: frozenset[str],
-    seen: frozenset[str],
-) -> str:
-    """Why a variable needs torch's object: the first reason of its uses."""
-    targets = (
-        [each.target for each in assignment.targets]
-        if isinstance(assignment, cst.Assign)
-        else [assignment.target]
-    )
+def _targets(outer: cst.CSTNode, value: cst.CSTNode) -> list[cst.CSTNode]:
+    """The variables that a statement or a part of one gives a value to; empty if it gives it to none."""
+    if isinstance(outer, cst.Assign):
+        return [each.target for each in outer.targets]
+    if isinstance(outer, (cst.AnnAssign, cst.NamedExpr)):
+        return [outer.target]
+    if isinstance(outer, (cst.For, cst.CompFor)) and value is outer.iter:
+        return [outer.target]
+    return [outer.name] if isinstance(outer, cst.Param) and value is outer.default else []
+
+
+def _why_name(view: View, targets: list[cst.CSTNode], exported: frozenset[str], seen: frozenset[str]) -> str:
+    """Why variables need torch's object: the first reason of their uses."""
     own = {id(part) for target in targets for part in inside(target)}
     names = {_last(part) for target in targets for part in inside(target)} - {"", *seen}
     if names & exported:
