@@ -35,7 +35,7 @@ def lint_files(path: str | os.PathLike[str]) -> Lint:
     given = Path(path)
     if not given.exists():
         raise LintError(f"doctor --lint: there is no file or folder {str(given)!r}")
-    files = scripts_below(given)[0] if given.is_dir() else [given]
+    files = [file for file in scripts_below(given)[0] if file.is_file()] if given.is_dir() else [given]
     found: set[Fault] = set()
     problems: list[tuple[Path, str]] = []
     lines: dict[Path, list[str]] = {}

@@ -18,7 +18,7 @@ def scripts_below(folder: Path) -> tuple[list[Path], list[Path]]:
         folders[:] = sorted(name for name in folders if not _is_passed_over(Path(here, name)))
         for name in sorted(files):
             file = Path(here, name)
-            if file.suffix == ".py" and file.is_file():
+            if file.suffix == ".py":
                 (links if file.is_symlink() else scripts).append(file)
     return scripts, links
 
