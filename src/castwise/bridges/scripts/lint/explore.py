@@ -28,7 +28,7 @@ _PARTS = Parts(execute, evaluate, attribute, call, call_function)
 _USES = re.compile(r"\b(autocast|GradScaler)\b|\.(half|bfloat16)\(")
 """Text of programs that may use mixed precision where a test turns out differently than in the first run."""
 _RUNS = 120
-_STATEMENTS = 75_000
+_STATEMENTS = 60_000
 """Statements and calls of all runs together, after which no other run is begun."""
 _LOOPED = re.compile(r"epoch|(^|_)(train(ing)?_)?step$|one_iter|iteration|batch", re.IGNORECASE)
 """Names of functions that a loop calls."""

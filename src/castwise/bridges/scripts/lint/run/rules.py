@@ -94,10 +94,11 @@ def _innermost(frames: list[tuple[Scope, Place]], scaler: Value) -> Place | None
 
 
 def _reaches(scope: Scope, scaler: Value) -> bool:
-    """Whether code in a scope can use a scaler: by a name, or through what a name holds."""
+    """Whether code in a scope can use a scaler, or another that the same call made: by a name, or through what a name holds."""
     here: Scope | None = scope
     while here is not None:
-        if any(each is scaler for each in reachable(list(here.values.values()))):
+        held = reachable(list(here.values.values()))
+        if any(each is scaler or (isinstance(each, Scaler) and each.place == scaler.place) for each in held):
             return True
         here = here.outer
     return False
