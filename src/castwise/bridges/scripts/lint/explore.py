@@ -26,7 +26,7 @@ _PRECISION = re.compile(
 """Tests that concern precision, which are also changed in pairs."""
 _PARTS = Parts(execute, evaluate, attribute, call, call_function)
 _USES = re.compile(r"\b(autocast|GradScaler)\b|\.(half|bfloat16)\(")
-"""Text of programs that may use mixed precision where a test turns out differently than in the first run."""
+"""Text of scripts that may use mixed precision where a test turns out differently than in the first run."""
 _RUNS = 120
 _STATEMENTS = 60_000
 """Statements and calls of all runs together, after which no other run is begun."""
@@ -39,10 +39,13 @@ class Exploration:
 
     Args:
         path: The script.
+        parsed: As for :class:`castwise.bridges.scripts.lint.run.program.Program`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.program = Program(path)
+    def __init__(self, path: Path, parsed: dict[Path, tuple[ast.Module, str]] | None = None) -> None:
+        self.program = Program(path, {} if parsed is None else parsed)
+        self.program.load(path)
+        self.text = self.program.text()
         self.facts = Facts()
         self.visited: set[ast.AST] = set()
         self.executed = 0
@@ -68,7 +71,7 @@ class Exploration:
 
     def _explore(self, leftover: tuple[ast.AST, ...]) -> None:
         base = self._run({}, leftover)
-        if not base.rules.seen and not _USES.search(self.program.text()):
+        if not base.rules.seen and not _USES.search(self.text):
             return
         flips = list(_flips(base))
         tried: set[frozenset[tuple[str, str]]] = {frozenset()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -9,7 +10,6 @@ from pathlib import Path
 
 from castwise.bridges.scripts.lint.explore import Exploration
 from castwise.bridges.scripts.lint.result import Fault, Lint
-from castwise.bridges.scripts.lint.run.program import parse
 from castwise.bridges.scripts.reading.files import reason, scripts_below
 from castwise.errors import LintError
 
@@ -23,6 +23,8 @@ _TRAINS = re.compile(
 )
 """Words of code in which rules can find anything."""
 _IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([\w.]+))", re.MULTILINE)
+_PARSED = 200
+"""Parsed files that are kept for others that import them."""
 _IGNORED = re.compile(r"#\s*castwise:\s*ignore(?:\[([\w\s,-]*)\])?")
 
 
@@ -39,13 +41,15 @@ def lint_files(path: str | os.PathLike[str]) -> Lint:
     found: set[Fault] = set()
     problems: list[tuple[Path, str]] = []
     lines: dict[Path, list[str]] = {}
+    parsed: dict[Path, tuple[ast.Module, str]] = {}
     for file in files:
         try:
             raw = file.read_bytes()
             if not _is_concerned(raw, file):
                 continue
-            parse(raw)
-            exploration = Exploration(file)
+            if len(parsed) > _PARSED:
+                parsed.clear()
+            exploration = Exploration(file, parsed)
         except (OSError, SyntaxError, ValueError, LookupError, RecursionError) as error:
             problems.append((file, f"cannot be read: {reason(error) or type(error).__name__}"))
             continue

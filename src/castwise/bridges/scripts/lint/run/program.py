@@ -34,16 +34,24 @@ class Program:
 
     Args:
         path: The script that is started.
+        parsed: Files that other programs have parsed; this one adds to them.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, parsed: dict[Path, tuple[ast.Module, str]]) -> None:
         self.path = path
         self.folder = path.parent
+        self._parsed = parsed
         self._trees: dict[Path, tuple[ast.Module, str] | None] = {}
+        self._text = (0, "")
 
     def text(self) -> str:
         """The text of all files that were read."""
-        return "\n".join(each[1] for each in self._trees.values() if each)
+        if self._text[0] != len(self._trees):
+            self._text = (
+                len(self._trees),
+                "\n".join(each[1] for each in self._trees.values() if each),
+            )
+        return self._text[1]
 
     def load(self, path: Path) -> Module:
         """A file as a module without values.
@@ -55,7 +63,7 @@ class Program:
         """
         found = self._trees.get(path)
         if found is None:
-            found = self._trees[path] = parse(path.read_bytes())
+            found = self._trees[path] = self._parse(path)
         return Module(path, found[0])
 
     def find(self, name: str, level: int, importer: Path) -> Path | None:
@@ -80,7 +88,12 @@ class Program:
         if path not in self._trees:
             full = sum(each is not None for each in self._trees.values()) >= _FILES
             try:
-                self._trees[path] = None if full else parse(path.read_bytes()) if path.is_file() else None
+                self._trees[path] = None if full or not path.is_file() else self._parse(path)
             except (OSError, SyntaxError, ValueError, LookupError):
                 self._trees[path] = None
         return self._trees[path] is not None
+
+    def _parse(self, path: Path) -> tuple[ast.Module, str]:
+        if path not in self._parsed:
+            self._parsed[path] = parse(path.read_bytes())
+        return self._parsed[path]
