@@ -280,7 +280,10 @@ class Rules:
         clipped = frozenset().union(*(each.modules for each in values))
         known = [each.modules for each in now.unscaled]
         if clipped and known and all(known) and not any(map(_may_be_another, clipped.union(*known))):
-            return any(clipped & each for each in known)
+            parts = set(
+                reachable(list(clipped))
+            )  # an optimizer may hold a part of what is clipped, or the whole of it
+            return any(not parts.isdisjoint(reachable(list(each))) for each in known)
         return bool(known)
 
     _scaled_last: Value | None = None
