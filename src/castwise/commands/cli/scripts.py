@@ -22,6 +22,9 @@ from castwise.commands.cli.options import (
 )
 from castwise.commands.cli.terminal import answering
 
+_SHOWN = 20
+"""Precision problems that are printed before a script runs."""
+
 
 def run(
     script: Script,
@@ -114,10 +117,14 @@ def _say_faults(command: str, script: str, *, is_module: bool) -> None:
     from castwise.bridges.scripts.lint import lint
 
     path = Path(f"{script.replace('.', '/')}.py" if is_module else script)
-    if path.is_file():
-        for each in lint(path).findings:
-            if each.rule != "low-weights-without-masters":
-                typer.echo(f"castwise {command}: {each.line_of_text()}", err=True)
+    if not path.is_file():
+        return
+    found = [each for each in lint(path).findings if each.rule != "low-weights-without-masters"]
+    for each in found[:_SHOWN]:
+        typer.echo(f"castwise {command}: {each.line_of_text()}", err=True)
+    if len(found) > _SHOWN:
+        more = f"{len(found) - _SHOWN} more precision problems are listed by castwise doctor --lint {path}"
+        typer.echo(f"castwise {command}: {more}", err=True)
 
 
 def migrate(

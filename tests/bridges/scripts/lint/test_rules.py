@@ -318,3 +318,15 @@ def test_commands_name_each_finding_once_in_a_line(command: list[str], tmp_path:
     said = [line for line in (ran.stdout + ran.stderr).splitlines() if "clip-before-unscale" in line]
     assert len(said) == 1
     assert f"{script}:14: error: clip-before-unscale: " in said[0]
+
+
+def test_run_names_the_command_that_lists_the_rest_of_many_findings(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    step = "    scaler.scale(model(x).sum()).backward()\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    scaler.step(optimizer)\n    scaler.update()\n"
+    script.write_text(HEAD + 'scaler = torch.amp.GradScaler("cpu")\nfor x in range(0):\n' + 25 * step)
+    ran = subprocess.run(
+        [sys.executable, "-m", "castwise", "run", str(script)], capture_output=True, text=True, check=True
+    )
+    said = ran.stderr.splitlines()
+    assert sum("clip-before-unscale" in line for line in said) == 20
+    assert f"castwise run: 5 more precision problems are listed by castwise doctor --lint {script}" in said
