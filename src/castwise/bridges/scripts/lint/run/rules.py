@@ -135,11 +135,15 @@ class Rules:
         self._formats: dict[Value, set[str | None]] = defaultdict(set)
         self._steps: list[tuple[Value, Value]] = []
         self._saves: list[Save] = []
-        self._zeroed = set()
         self._low_losses: list[Place] = []
         self._trained_low: set[Value] = set()
         self._cuda: set[Place] = set()
-        self._falls_back = False
+        self._falls_back = False  # the script has chosen the CPU because there is no CUDA
+        self._cuda_needed = False  # it moves something to CUDA all the same
+        self._scaled_last: Value | None = None  # the scaler of the last backward; None if it was not scaled
+        self._zeroed: set[Value] = set()  # whose gradients were set to zero since the last scaled backward
+        self._stepped_in: tuple[ast.AST, ...] = ()  # the loops in which a scaler stepped last
+        self._has_stepped = False
         self._has_autocast = False
 
     def report(self, rule: str, place: Place, scaler: Value | None = None) -> None:
@@ -186,8 +190,6 @@ class Rules:
         """Something was moved to a device: a script that needs CUDA does not fall back."""
         if method == "cuda":
             self._cuda_needed = True
-
-    _cuda_needed = False
 
     def scaler_made(self, scaler: Scaler, node: ast.AST, *, is_seen: bool) -> None:
         """A GradScaler was made; ``is_seen`` says whether the script shows its arguments."""
@@ -286,9 +288,6 @@ class Rules:
             return any(not parts.isdisjoint(reachable(list(each))) for each in known)
         return bool(known)
 
-    _scaled_last: Value | None = None
-    _zeroed: set[Value]
-
     def stepped(self, optimizer: Value, node: ast.AST) -> None:
         """``optimizer.step()``, not by a scaler."""
         place = self._here(node)
@@ -336,8 +335,6 @@ class Rules:
             self.later.add((place, "scaler-not-updated", scaler.place))
         self._stepped_in = tuple(self.trace.loops)
         self._trained(optimizer)
-
-    _stepped_in: tuple[ast.AST, ...] = ()
 
     def updated(self, scaler: Value) -> None:
         """``scaler.update()``."""
@@ -399,8 +396,6 @@ class Rules:
         of = value.of if isinstance(value, State) else value
         is_low = of is not None and of.low is not None
         return is_low and any(of in each.modules for each in optimizers) and not self._has_stepped
-
-    _has_stepped = False
 
     def _trained(self, optimizer: Value) -> None:
         self._has_stepped = True
