@@ -60,12 +60,17 @@ class Window:
         self.buffers = Buffers() if buffers is None else buffers
         before = weakref.WeakMethod(self._put_back_unstepped)
         self.buffers.before_forward = lambda: (look := before()) and look()
+        window = weakref.ref(self)
         self.written = Written(
             lambda optimizer: bool(inside(optimizer)),
-            scaler._unscaling.agreed,
-            lambda optimizer: self.sync(optimizer),
+            lambda optimizer: (here := window()) and here.sync(optimizer),
         )
-        self.buffers.look_at_weights = self.written.look
+
+        def look() -> None:
+            if (here := window()) is not None:
+                here.written.look()
+
+        self.buffers.look_at_weights = look
         self._optimizers = optimizers
         self._strays = strays
         self._stray: Held | None = None

@@ -8,6 +8,9 @@ reading of the state or step get the copies back, and the step is skipped.
 Where the host knows that the gradients are not finite, the weights are always copied, until they are looked at. Where only
 the device knows, an optimizer is observed until its first step, and the host waits later only if its weights were written
 before that step, or if it contains another optimizer.
+
+All this is for a process that trains alone. Several processes would have to agree before a weight is restored, at points of
+the loop at which they need not meet.
 """
 
 from __future__ import annotations
@@ -47,17 +50,15 @@ class Written:
 
     Args:
         contains: Whether an optimizer contains others.
-        agreed: Reduces a flag over the ranks that act together.
         sync: Copies an optimizer's masters into the model.
     """
 
     def __init__(
         self,
         contains: Callable[[Optimizer], bool],
-        agreed: Callable[[torch.Tensor], torch.Tensor],
         sync: Callable[[Optimizer], object],
     ) -> None:
-        self._contains, self._agreed, self._sync = contains, agreed, sync
+        self._contains, self._sync = contains, sync
         self._overflows: dict[int, _Overflow] = {}
         self._writes: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether the host waits to know whether gradients are finite; known after an optimizer's first step."""
@@ -69,6 +70,8 @@ class Written:
 
         ``wait``: wait for the device if only it knows and the weights may be written before the step.
         """
+        if not _is_alone():
+            return
         key, writes = id(optimizer), self._writes.get(optimizer)
         if key in self._overflows and self._overflows[key].stepped:
             self.look()
@@ -115,16 +118,21 @@ class Written:
         optimizer = overflow.optimizer()
         if optimizer is None or not overflow.copies:
             return
-        bad = any(
+        if any(
             bool((~_local(now).isfinite() & _local(copy).isfinite()).any()) for now, copy in overflow.copies
-        )
-        flag = torch.full((), float(bad), dtype=torch.float32, device=overflow.copies[0][0].device)
-        if bool(self._agreed(flag)):
+        ):
             overflow.torn = True
             with torch.no_grad():
                 for weight, copy in overflow.copies:
                     weight.copy_(copy)
             self._sync(optimizer)
+
+
+def _is_alone() -> bool:
+    """Whether no other process trains with this one."""
+    distributed = torch.distributed
+    together = distributed.is_available() and distributed.is_initialized()
+    return not together or distributed.get_world_size() == 1
 
 
 def _weights(optimizer: Optimizer) -> list[torch.Tensor]:
