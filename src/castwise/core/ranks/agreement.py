@@ -164,6 +164,10 @@ class Agreement:
         # the reducer is created last, so it is missing if the construction failed
         return over.issuperset(members) and world() is dist.group.WORLD and hasattr(by(), "reducer")
 
+    def is_settled_equal(self) -> bool:
+        """Whether the ranks have decided that their gradients are equal. Unlike :meth:`can_differ`, this never communicates."""
+        return self._can_differ is False and not self._is_local and self._is_same_world()
+
     def can_differ(self) -> bool:
         """Whether the ranks can have different gradients for some parameters, so that they must communicate in a step.
 

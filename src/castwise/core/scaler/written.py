@@ -9,8 +9,9 @@ Where the host knows that the gradients are not finite, the weights are always c
 the device knows, an optimizer is observed until its first step, and the host waits later only if its weights were written
 before that step, or if it contains another optimizer.
 
-All this is for a process that trains alone. Several processes would have to agree before a weight is restored, at points of
-the loop at which they need not meet.
+All this is for a process that trains alone, or beside others with the same weights and gradients, as under
+DistributedDataParallel. Other processes would have to agree before a weight is restored, at points of the loop at which
+they need not meet.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Written:
         sync: Callable[[Optimizer], object],
     ) -> None:
         self._contains, self._sync = contains, sync
+        self.ranks_agree: Callable[[], bool] = lambda: False
+        """Whether all processes that train together have the same weights and gradients."""
         self._overflows: dict[int, _Overflow] = {}
         self._writes: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether the host waits to know whether gradients are finite; known after an optimizer's first step."""
@@ -70,7 +73,7 @@ class Written:
 
         ``wait``: wait for the device if only it knows and the weights may be written before the step.
         """
-        if not _is_alone():
+        if not (_is_alone() or self.ranks_agree()):
             return
         key, writes = id(optimizer), self._writes.get(optimizer)
         if key in self._overflows and self._overflows[key].stepped:

@@ -158,6 +158,7 @@ class Amp(masters.OfThisProcess):
         self._window = Window(self.scaler, lambda: members.optimizers, members.strays, self._buffers)
         self._window.sync = masters.copy_to_model
         self._window.ranks_differ, self._agreement.window = self._agreement.can_differ, self._window
+        self._window.written.ranks_agree = self._agreement.is_settled_equal
         self._watch = Watch(self._window)
         self._claim = process.Claim(plan, self.device_type)
         self._collected.detach()  # the finalizer of the former claim
