@@ -153,8 +153,8 @@ def test_a_session_that_was_closed_is_watched_by_nobody(
 
 
 def test_nothing_is_kept_alive_and_nothing_is_called_afterwards(tmp_path: Path) -> None:
-    before = _torch.steps._subscribers
     amp, model, optimizer = start("bf16-mixed")
+    before = _torch.steps._subscribers  # the first session of a process adds one that stays
     recorder = Recorder(amp, model, tmp_path / "a")
     recovery = Recovery(amp, model, optimizer, loss, tmp_path / "b")
     gone = [weakref.ref(one) for one in (amp, model, recorder, recovery)]
