@@ -104,9 +104,12 @@ def in_kernels(record: Record) -> str:
 
 
 def headline(record: Record) -> str:
-    """Say in which call an error arises, and which choices (integers and masks) are wrong."""
+    """Say in which call an error arises, which choices (integers and masks) are wrong, and which inputs become equal."""
     wrong = [choice for choice in record["choices"] if choice["is_wrong"]]
-    said = [] if wrong and not _born(record) else [_where_born(record)]
+    collapsed = record["collapsed"]
+    said = [] if (wrong or collapsed) and not _born(record) else [_where_born(record)]
+    if collapsed:
+        said.append(f"{collapsed}.")
     if wrong:
         places = list(
             dict.fromkeys(f"{choice['what']} in {choice['path'] or 'the model'}" for choice in wrong)

@@ -77,6 +77,65 @@ def test_positions_that_the_format_holds_are_not_named(dtype: torch.dtype, plan:
     assert not _compared(dtype, plan, length).choices
 
 
+class Counted(nn.Module):
+    """Scales rows by bytes, or cuts them to a length that Python reads; both from a count in the dtype of its input."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones_like(x[0, :, 0])
+        if self.reads:
+            length = int(ones.cumsum(0, dtype=ones.dtype)[-1])
+            return x * (torch.arange(x.shape[1]) < length)[:, None]
+        return x * ((ones.cumsum(0, dtype=ones.dtype) - 300).relu().to(torch.uint8) / 255)[:, None]
+
+
+@pytest.mark.parametrize(("reads", "operator"), [(False, "conversion to integers"), (True, "item")])
+def test_bytes_and_numbers_that_python_reads_are_choices(reads: bool, operator: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Counted(reads), nn.Linear(16, 16))
+    batch = torch.randn(2, 401, 16), torch.randint(16, (2, 401))
+
+    def loss(m: nn.Module, b: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten())
+
+    (choice,) = castwise.compare(model, loss, batch, "fp32", "bf16-mixed").choices
+    assert (choice.path, choice.what) == ("1", operator)
+    assert choice.wrong > 0
+    assert not castwise.compare(model, loss, batch, "fp32", "fp16-mixed").choices
+
+
+class Times(nn.Module):
+    """Adds a function of times; one number per example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 4)
+
+    def forward(self, t: Tensor) -> Tensor:
+        angle = t[:, None] / 50
+        out: Tensor = self.linear(torch.cat([angle.sin(), angle.cos()], 1))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The plan rounds floating inputs")
+def test_inputs_that_become_equal_are_in_the_answer() -> None:
+    def compared(plan: str, times: Tensor) -> castwise.Comparison:
+        torch.manual_seed(0)
+        return castwise.compare(Times(), lambda m, b: m(b).square().mean(), times, "fp32", plan)
+
+    times = torch.arange(600.0, 664.0)
+    found = compared("bf16-true", times)
+    assert "makes distinct values of an input of shape [64] equal: 600 and 601 become 600" in found.collapsed
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(found.table())
+    assert found.collapsed in console.export_text()
+    for sound in (compared("bf16-mixed", times), compared("bf16-true", times - 600)):
+        assert not sound.collapsed
+
+
 def test_a_model_without_choices_takes_no_pass_more(found: castwise.Comparison) -> None:
     torch.manual_seed(0)
     plain = castwise.compare(

@@ -41,23 +41,30 @@ class RoundedInputs:
         ):
             return self._looks > 0
         for tensor in tensors_in(inputs):
-            if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided:
-                continue
-            if tensor.dtype not in (torch.float32, torch.float64):
-                continue
-            pair = _that_collapse(tensor.detach(), self._dtype)
-            if pair is not None:
-                name = str(self._dtype).removeprefix("torch.")
-                first, second = pair
+            if said := collapse(kind, tensor, self._dtype):
                 warnings.warn(
-                    f"The plan rounds floating inputs of this {kind} to {name}, which makes distinct values of an input of shape "
-                    f"{list(tensor.shape)} equal: {first:.7g} and {second:.7g} become {float(tensor.new_tensor(first).to(self._dtype)):g}. "
-                    "Give timesteps, positions and other counts as integers, or use a plan that casts at operators, such as "
-                    "'bf16-mixed' and 'bf16-master'.",
+                    f"{said}. Give timesteps, positions and other counts as integers, or use a plan that casts at operators, "
+                    "such as 'bf16-mixed' and 'bf16-master'.",
                     stacklevel=3,
                 )
                 return False
         return self._looks > 0
+
+
+def collapse(kind: str, tensor: Tensor, dtype: torch.dtype) -> str:
+    """Say which distinct values of an input of a model of class ``kind`` become equal in ``dtype``; empty if none that matter."""
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided:
+        return ""
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return ""
+    pair = _that_collapse(tensor.detach(), dtype)
+    if pair is None:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"The plan rounds floating inputs of this {kind} to {name}, which makes distinct values of an input of shape "
+        f"{list(tensor.shape)} equal: {pair[0]:.7g} and {pair[1]:.7g} become {float(tensor.new_tensor(pair[0]).to(dtype)):g}"
+    )
 
 
 def _that_collapse(values: Tensor, dtype: torch.dtype) -> tuple[float, float] | None:

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core.model.resolve import Resolution
+from castwise.core.model.rounding import collapse
 from castwise.core.plans.formats import FORMATS, LOW, LOW_DTYPES
 from castwise.core.plans.plan import Plan, Region, as_plan
 from castwise.core.session.process import find_device
@@ -58,6 +59,7 @@ from castwise.lab.parity.parity import device_of, with_scale
 from castwise.lab.parity.probes import dithered
 from castwise.lab.parity.together import together
 from castwise.lab.passes.choices import Changes, Choice, Choices, changed_choices, lowest_format
+from castwise.lab.passes.observers import Call
 from castwise.lab.timing.environment import Environment, environment
 
 TRIES = 2
@@ -229,7 +231,21 @@ class _Comparing:
             passes=self._runs.ran,
             environment=dataclasses.asdict(self._env),
             choices=self._choices,
+            collapsed=self._collapsed(),
         )
+
+    def _collapsed(self) -> str:
+        """Say which distinct inputs of the model become equal in the format to which the second plan rounds them."""
+        for key, value in self._a.kept.items():
+            dtype = self._b.dtypes.get(key)
+            if (
+                key.point.call == Call("", 0)
+                and key.point.side == "in"
+                and not key.back
+                and dtype in LOW_DTYPES
+            ) and (said := collapse(self._ran_a.kinds[""], value, dtype)):
+                return said
+        return ""
 
     def _whole(self, plan: Plan, ran: Run) -> Run:
         """Return the forward and backward pass whose loss and gradients are reported.
@@ -298,7 +314,7 @@ class _Comparing:
         no choices. If the loss fails with replaced values, the choices compared until then are returned.
         """
         format = lowest_format(self._second)
-        if format is None or not chosen.tape:
+        if format is None or not any(made.is_choice for made in chosen.tape):
             return ()
         changes = Changes(chosen.tape, format)
         try:

@@ -166,6 +166,8 @@ class Comparison(Result):
         choices: The operators with integer or boolean results, such as ``argmax``, whose results differ under
             ``plan_b``. Each is judged alone: all earlier integer or boolean results are replaced by those of
             ``plan_a``. Differences that rounding does not explain come first.
+        collapsed: Which distinct values of an input of the model become equal under ``plan_b``, as a sentence without
+            its full stop. Empty if the plan rounds no input, or no such values matter.
     """
 
     kind: ClassVar[str] = "compare"
@@ -185,6 +187,7 @@ class Comparison(Result):
     environment: Mapping[str, Any]
     ranks: int = 1
     choices: tuple[Choice, ...] = ()
+    collapsed: str = ""
 
     @property
     def birthplaces(self) -> tuple[CallComparison, ...]:
@@ -301,6 +304,7 @@ def worst_of(found: Sequence[Comparison]) -> Comparison:
         passes=sum(one.passes for one in found),
         ranks=len(found),
         choices=worst_choices(one.choices for one in found),
+        collapsed=next((one.collapsed for one in found if one.collapsed), ""),
     )
 
 

@@ -10,8 +10,11 @@ The inputs move by at most
 
 - ``TOLERANCE`` * eps standard deviations, plus the rounding of the element's distance from the mean;
 - half a unit, if the operator converts the numbers themselves to integers (``.long()``);
-- nothing, if the input consists of whole numbers that the lower format cannot represent: positions above 256 in bf16, or above
-  2048 in fp16. Whole numbers that the format can represent differ only because of an earlier choice, so they move without a limit.
+- nothing, if the input consists of whole numbers and the lower format has another whole number there. Since earlier choices are
+  the reference's, such a number was computed wrong: positions above 256 in bf16, or above 2048 in fp16, are.
+
+Whole numbers in floating format are choices too, where an operator rounds to them (``floor``, ``sign``, ``%``) and where Python
+reads one (``int(mask.sum())``).
 
 Each operator is judged alone: the run in the lower format continues with the reference's choices, as it does with the
 reference's random draws.
@@ -44,6 +47,9 @@ LEAST = 2
 LARGEST = 1 << 24
 """Choices from more elements than this are not compared."""
 LOSS = "(loss)"
+_READ = torch.ops.aten._local_scalar_dense.default
+_WHOLE = ("floor", "ceil", "round", "trunc", "sign", "sgn", "heaviside", "fmod", "remainder", "floor_divide")
+"""Operators that round to whole numbers, if their input or another argument lets them."""
 _NOT_CHOSEN = ("empty", "new_empty", "view", "_scaled_dot", "cudnn", "_cudnn", "miopen")
 
 
@@ -85,8 +91,9 @@ class Choice:
 
     @property
     def what(self) -> str:
-        """The operator's name, or "conversion to integers" for ``_to_copy``."""
-        return "conversion to integers" if self.operator == "_to_copy" else self.operator
+        """The operator's name, or "conversion to integers" for ``_to_copy`` and "item" for a number that Python reads."""
+        names = {"_to_copy": "conversion to integers", "_local_scalar_dense": "item"}
+        return names.get(self.operator, self.operator)
 
     def said(self, format: str) -> str:
         """Return a sentence that says how the operator's results differ from those in fp32.
@@ -116,6 +123,13 @@ class _Made(NamedTuple):
     given: tuple[Args, Kwargs] | None
     results: list[Tensor]
 
+    @property
+    def is_choice(self) -> bool:
+        """Whether the results are integers, booleans, or whole numbers in floating format."""
+        return not any(
+            t.is_floating_point() and bool((t != t.round()).any()) for t in self.results
+        )  # NaN too is no whole number
+
 
 def _is_choice(op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> bool:
     """Whether an operator can choose (compute an index or a mask): it runs in forward, on floating tensors, without random draws."""
@@ -127,13 +141,20 @@ def _is_choice(op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> b
     )
 
 
-def _chosen(out: Any) -> list[Tensor]:
-    """Return the integer and boolean tensors of an operator's result, without bytes, which are workspaces of kernels."""
+def _chosen(op: _torch.operators.OpOverload, out: Any) -> list[Tensor]:
+    """Return the integer and boolean tensors of an operator's result, or what may be whole numbers in floating format.
+
+    Bytes count only as the result of a conversion. Elsewhere they are workspaces of kernels.
+    """
+    if op is _READ:
+        return [torch.tensor(out, dtype=torch.float64)]
+    name = op.overloadpacket.__name__
     return [
         t
         for t in tensors_in(out)
-        if not (t.is_floating_point() or t.is_complex() or t.dtype is torch.uint8)
+        if not (t.is_complex() or (t.is_floating_point() and name.rstrip("_") not in _WHOLE))
         and t.layout is torch.strided
+        and (t.dtype is not torch.uint8 or name == "_to_copy")
     ]
 
 
@@ -141,7 +162,7 @@ class Choices(Observer):
     """Records the discrete choices (indices, masks) of a reference's forward pass.
 
     Attributes:
-        tape: Each choice of the last pass, in order.
+        tape: Each possible choice of the last pass, in order.
     """
 
     def __init__(self) -> None:
@@ -159,7 +180,7 @@ class Choices(Observer):
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator, and record its integer and boolean results."""
         out = run(op, args, kwargs)
-        if _is_choice(op, args, kwargs) and (results := _chosen(out)):
+        if _is_choice(op, args, kwargs) and (results := _chosen(op, out)):
             path = self.running[-1].path if self.running else LOSS
             small = sum(t.numel() for t in tensors_in((args, kwargs))) <= LARGEST
             given = map_tensors(lambda t: t.detach().clone(), (args, kwargs)) if small else None
@@ -191,13 +212,13 @@ class Changes(Observer):
     def operator(self, run: Run, op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator, and compare and replace its integer and boolean results."""
         out = run(op, args, kwargs)
-        if not self._rest or not _is_choice(op, args, kwargs) or not (results := _chosen(out)):
+        if not self._rest or not _is_choice(op, args, kwargs) or not (results := _chosen(op, out)):
             return out
         made = self._rest.pop(0)
         if made.op is not op or len(made.results) != len(results):
             self._rest = []  # the code took another branch
             return out
-        if made.given is None:
+        if made.given is None or not made.is_choice:
             return out
         count = self.counts.setdefault((made.path, op.overloadpacket.__name__), Counter())
         again: list[Tensor] | None = None
@@ -210,10 +231,10 @@ class Changes(Observer):
                 count["changed"] += int(changed.sum())
                 count["wrong"] += int((changed & ~_differ(again[at], theirs)).sum())
             if ours.shape == theirs.shape:
-                ours.copy_(theirs)
+                ours.copy_(theirs)  # in low formats, whole numbers that they lack are rounded again
             else:
                 self._rest = []
-        return out
+        return float(made.results[0]) if op is _READ else out
 
     def _moved(self, made: _Made, args: Args, kwargs: Kwargs, count: int) -> list[Tensor]:
         """Run the reference's operator again on moved inputs, and return its integer and boolean results.
@@ -237,7 +258,7 @@ class Changes(Observer):
         wide = tuple(
             float(torch.tensor(a, dtype=dtype, device="cpu")) if isinstance(a, float) else a for a in wide
         )
-        return _chosen(made.op(*wide, **kwargs))
+        return _chosen(made.op, made.op(*wide, **kwargs))
 
 
 def _differ(ours: Tensor, theirs: Tensor) -> Tensor:
@@ -256,10 +277,7 @@ def _towards(wide: Tensor, low: Tensor, format: Format, converts: bool) -> Tenso
         return wide
     known = x[finite]
     if bool((known == known.round()).all()):
-        lost = float(known.abs().max()) > 2 / format.eps and torch.equal(
-            low, low.to(format.dtype).to(low.dtype)
-        )
-        return wide if lost else torch.where(finite, y, x).to(wide.dtype)
+        return torch.where(finite & (y != y.round()), y, x).to(wide.dtype)
     mean = known.mean()
     spread = known.std() if known.numel() > 1 else known.abs()
     most = format.eps * (TOLERANCE * spread + (x - mean).abs())
