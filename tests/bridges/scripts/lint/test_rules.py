@@ -308,7 +308,9 @@ def test_an_ignore_comment_behind_a_form_feed(tmp_path: Path) -> None:
     assert lint(script).findings == ()
 
 
-@pytest.mark.parametrize("command", [["run", "--plan", "fp32"], ["doctor", "--lint"]])
+@pytest.mark.parametrize(
+    "command", [["run", "--plan", "fp32"], ["try", "--plans", "fp32"], ["doctor", "--lint"]]
+)
 def test_commands_name_each_finding_once_in_a_line(command: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("loader = range(0)\n" + FAULTS["clip-before-unscale"][0].replace('"cuda"', '"cpu"').replace("float16", "bfloat16"))  # fmt: skip
