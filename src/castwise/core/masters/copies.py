@@ -128,6 +128,9 @@ def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor]
     for parameter in parameters:
         if parameter.dim() > 1 and not hasattr(parameter, "device_mesh") and parameter not in _told:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
+    if not alike:
+        _near.clear()
+        return
     tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     # A trained parameter of any model is not an average. A teacher's parameter may require gradients but has no ``grad``.
     known = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,7 @@ def _referenced(outer: Optimizer) -> list[Optimizer]:
     ]
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, (type, nn.Module, torch.Tensor, types.ModuleType)):
+        if type(value) in _ATOMS or id(value) in seen or _is_ours(value) or isinstance(value, _OTHER):
             continue
         seen[id(value)] = value
         if isinstance(value, Mapping):
@@ -53,3 +54,14 @@ def _referenced(outer: Optimizer) -> list[Optimizer]:
         elif not isinstance(value, Optimizer):
             waiting += getattr(value, "__dict__", {}).values()
     return [each for each in seen.values() if isinstance(each, Optimizer)]
+
+
+_ATOMS = frozenset({bool, bytes, float, int, str, type(None), weakref.ref})
+_OTHER = (type, nn.Module, torch.Tensor, types.ModuleType)
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a value is a hook by which castwise follows an optimizer, or belongs to one: with masters, these are large."""
+    if isinstance(value, types.FunctionType):
+        return str(value.__globals__.get("__name__")).startswith("castwise.core.")
+    return type(value).__module__.startswith("castwise.core.")

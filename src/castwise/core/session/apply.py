@@ -194,13 +194,13 @@ def _refuse_unfrozen(
 def _refuse_stranger(reference: weakref.ref[nn.Module], optimizer: Optimizer, *_: object) -> None:
     """Raise if an optimizer without masters is about to update bf16 or fp16 parameters whose plan requires masters."""
     model = reference()
-    if model is None or any(
-        masters.attachment_of(one) is not None for one in (optimizer, *inside(optimizer))
-    ):
+    if model is None or masters.attachment_of(optimizer) is not None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if id(parameter) in held and masters.is_low(parameter) and parameter.grad is not None:
+            if any(masters.attachment_of(inner) is not None for inner in inside(optimizer)):
+                return
             raise StateError(
                 f"{type(optimizer).__name__}.step(): {name} of {type(model).__name__} is stored in "
                 f"{str(parameter.dtype).removeprefix('torch.')} by a plan whose fp32 masters live in the optimizer, and this optimizer "

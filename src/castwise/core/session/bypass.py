@@ -32,7 +32,9 @@ from castwise.core.plans.formats import LOW_DTYPES
 from castwise.errors import StateError
 
 _LOOKS = 64
-"""The number of backward passes after which a model is no longer checked if nothing was found."""
+"""The number of backward passes after which a model is no longer checked if nothing was found.
+
+It is also the largest number of backward passes in a row that are left out for a model that they did not reach."""
 
 
 @dataclass(eq=False)
@@ -54,6 +56,8 @@ class _Watched:
         looks: Number of backward passes still to check.
         say: A function to call with the message instead of raising an error, or None.
         calls: Number of calls in training at the last backward, once calls are known to run under the plan.
+        idle: Number of backward passes to leave out after the next one that does not reach its parameters.
+        left_out: Number of backward passes still to leave out.
     """
 
     model: weakref.ref[nn.Module]
@@ -70,6 +74,8 @@ class _Watched:
     looks: int = _LOOKS
     say: Callable[[str], object] | None = None
     calls: int = 0
+    idle: int = 0
+    left_out: int = 0
 
     def own(self) -> dict[int, str]:
         """Return the names of the parameters to check, by ``id``.
@@ -249,11 +255,17 @@ def _settle(watched: _Watched) -> None:
 
 
 def _uncalled() -> list[_Watched]:
-    """Return those of ``_settled`` that were not called in training since the last backward."""
+    """Return those of ``_settled`` that were not called in training since the last backward.
+
+    Where models are trained in turns, most backward passes concern another model. A look at one takes as long as its
+    graph is large, so more and more of them are left out.
+    """
     found = []
     for watched in _settled:
         if watched.calls == watched.entries.calls:
-            found.append(watched)
+            watched.left_out -= 1
+            if watched.left_out < 0:
+                found.append(watched)
         watched.calls = watched.entries.calls
     return found
 
@@ -295,6 +307,11 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int], uncalled: Sequence
                 and any(_torch.autograd.node_number(node) >= watched.begun for node in uses[key])
             }
             nodes = [node for key in reached for node in uses[key]]
+            attentive = reached or watched.misses or not known
+            watched.idle = (
+                0 if attentive else min(2 * watched.idle + 2, _LOOKS)
+            )  # even: not always the same turn
+            watched.left_out = watched.idle
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
                 if watched.is_called(nodes) and watched.model() is not None:
                     watched.misses = 0

@@ -1,0 +1,158 @@
+"""What a step costs for each parameter and each module, in calls of functions: times would depend on the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise.core import _torch
+
+Step = Callable[[], object]
+
+
+class Vectors(nn.Module):
+    """A model that is all parameters: two operators use them, however many they are."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList([nn.Parameter(torch.full((2,), 0.1)) for _ in range(size)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([*self.vectors.parameters()]) * x
+
+
+class Beside(nn.Module):
+    """A model of modules side by side."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(2, 2) for _ in range(size)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self.parts])
+
+
+def calls(step: Step) -> Counter[str]:
+    """The functions that the sixth step calls, with how often, in Python and in C."""
+    found: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, what: Any) -> None:
+        if event == "call":
+            found[frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            found[what.__qualname__] += 1
+
+    for _ in range(5):  # some of the first steps look for mistakes
+        step()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def growth(make: Callable[[int], Step]) -> float:
+    """How many calls a step makes for each further parameter or module."""
+    few, many = calls(make(100)), calls(make(200))
+    return (many.total() - few.total()) / 100
+
+
+def by_castwise(plan: str, kind: Any, size: int, **options: Any) -> Step:
+    model = kind(size)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, foreach=True)
+    amp = castwise.Amp(plan, device="cpu", **options)
+    amp.prepare(model, optimizer)
+    x = torch.ones(2)
+
+    def step() -> None:
+        amp.backward(model(x if kind is Beside else x.repeat(size)).square().mean())
+        amp.step(optimizer)
+        optimizer.zero_grad()
+
+    return step
+
+
+def by_hand(plan: str, kind: Any, size: int) -> Step:
+    model = kind(size)
+    low = plan.startswith(("bf16-master", "bf16-true"))
+    if low:
+        model.bfloat16()
+    params = [*model.parameters()]
+    wide = [p.detach().float() for p in params] if plan.startswith("bf16-master") else params
+    optimizer = torch.optim.SGD(wide, 0.01, momentum=0.9, foreach=True)
+    x = torch.ones(2, dtype=torch.bfloat16 if low else torch.float32)
+    scaler = torch.amp.GradScaler("cpu", 1024.0, enabled=plan.startswith("fp16"))
+
+    def step() -> None:
+        dtype = torch.float16 if plan.startswith("fp16") else torch.bfloat16
+        with torch.autocast("cpu", dtype, enabled=not low):
+            loss = model(x if kind is Beside else x.repeat(size)).float().square().mean()
+        scaler.scale(loss).backward()
+        if wide is not params:
+            for master, parameter in zip(wide, params, strict=True):
+                master.grad = parameter.grad.float()
+        scaler.step(optimizer)
+        scaler.update()
+        if wide is not params:
+            torch._foreach_copy_([p.detach() for p in params], wide)
+            model.zero_grad()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [Vectors, Beside])
+@pytest.mark.parametrize(
+    "plan", ["bf16-mixed", "bf16-true", "bf16-master", "fp16-mixed+loss_scale.init=1024"]
+)
+def test_a_step_calls_no_more_functions_per_parameter_than_the_loop_by_hand(plan: str, kind: Any) -> None:
+    """A tenth more at most: every parameter and every module costs what it costs without castwise."""
+    ours = growth(lambda size: by_castwise(plan, kind, size))
+    hand = growth(lambda size: by_hand(plan, kind, size))
+    assert 0 < ours <= 1.1 * hand
+
+
+def test_a_second_trained_model_does_not_cost_a_walk_through_the_graph_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where two models take turns, each backward passes the other by; looks at that become rare, and are not given up."""
+    looks = 0
+    walk = _torch.autograd.uses_of_leaves
+
+    def counted(outputs: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return walk(outputs)
+
+    monkeypatch.setattr(_torch.autograd, "uses_of_leaves", counted)
+    steps = [by_castwise("bf16-mixed", Beside, 2) for _ in range(2)]
+    for _ in range(200):
+        for step in steps:
+            step()
+    assert 4 < looks < 30
+
+
+def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> None:
+    """The looks that are left out for a model come back, 64 backward passes later at the latest."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(model, optimizer)
+    other = by_castwise("bf16-mixed", Beside, 2)
+    x = torch.ones(2)
+    for called in (True, False):
+        with contextlib.nullcontext() if called else pytest.warns(UserWarning, match="was not called"):
+            for _ in range(100):
+                amp.backward((model(x) if called else model.forward(x)).sum())
+                amp.step(optimizer)
+                optimizer.zero_grad()
+                other()
