@@ -143,6 +143,10 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
     unmeasured = searched(FP32, {FP32: 0.1}, goal="memory")
     assert answer(unmeasured).endswith(": no other plan's peak memory was measured; use a longer --budget.")
+    large = searched(FP32, {FP32: 0.1, AUTOCAST: 0.1}, goal="memory")
+    assert answer(large) == answer(unmeasured)
+    large.peaks = {FP32: 1000, AUTOCAST: 1100}
+    assert answer(large) == "Stay in fp32 as it is: no sound plan has a smaller peak memory."
     unknown = searched(FP32, {FP32: 0.1, AUTOCAST: 0.1})
     assert unknown.final is not None
     unknown.parity[AUTOCAST] = SOUND

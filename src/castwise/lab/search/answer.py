@@ -194,7 +194,8 @@ def trains_like_fp32(search: Search, plan: Plan) -> bool:
 def _why_fp32(search: Search) -> str:
     others = _timed(search)
     sound = [plan for plan in others if not search.journal.refusal(plan)]
-    if not others and search.context.settings.goal == "memory" and not search.peaks.keys() - {FP32}:
+    for_memory = search.context.settings.goal == "memory"
+    if for_memory and not search.peaks.keys() - {FP32}:
         return "no other plan's peak memory was measured; use a longer --budget"
     if not others:
         return (
@@ -204,6 +205,8 @@ def _why_fp32(search: Search) -> str:
         )
     if not sound:
         return "no other plan that was timed was shown to be sound"
+    if for_memory:
+        return "no sound plan has a smaller peak memory"
     ahead = [speed(search, plan, FP32) for plan in tied(search)]
     known = (
         "known"
