@@ -23,6 +23,7 @@ def lines(record: Record) -> list[Grid | Line]:
             "bold",
         ),
         Line(f"Matrix units: {record['units']['sentence']}"),
+        *_features(where["device_type"], record["features"]),
         Line(f"Memory: {band['gb_per_s']:.3g} GB/s (quartiles {quartiles})"),
         Line(),
         _rates(record["rates"]),
@@ -49,11 +50,23 @@ def brief(record: Record) -> list[Grid | Line]:
         ]
         for bottleneck in report["bottlenecks"][:_MOST]:
             told += [Line(f"- {bottleneck['sentence']}", "yellow"), Line(f"  {bottleneck['advice']}")]
-    return [*told, *(Line(note, "yellow") for note in record["notes"]), device, hint]
+    lacks = _features(where["device_type"], record["features"]) if record["features"]["lacks"] else []
+    return [*told, *(Line(note, "yellow") for note in record["notes"]), device, *lacks, hint]
 
 
 _MOST = 2
 """Largest number of bottlenecks that are shown on one screen. The first have the largest effect."""
+
+
+def _features(kind: str, found: Record) -> list[Line]:
+    """Say what torch has for an accelerator. Of a CPU, torch has all that castwise uses."""
+    if kind == "cpu":
+        return []
+    number = f"{found['count']} {kind} device" + "s" * (found["count"] != 1)
+    lacks = f"; it lacks {words.listed(found['lacks'])}" if found["lacks"] else ""
+    return [
+        Line(f"For {number} torch has {words.listed(found['has']) or 'nothing that castwise uses'}{lacks}.")
+    ]
 
 
 def _device_headline(record: Record) -> str:

@@ -232,7 +232,10 @@ def test_a_model_given_as_an_object_is_as_it_was(job: str) -> None:
 @pytest.mark.parametrize("call", ["tune", "bench", "train", "doctor", "parity"])
 @pytest.mark.parametrize(
     ("device", "text"),
-    [("xpu", "no xpu device is available; use device='cpu'"), ("gpu", "no such kind of device; use")],
+    [
+        ("xpu", "no xpu device is available; use device='cpu'"),
+        ("gpu", "torch knows no such device here; allowed: cpu"),
+    ],
 )
 def test_a_device_that_is_not_there(call: str, device: str, text: str, tmp_path: Path) -> None:
     if device == "xpu" and torch.xpu.is_available():

@@ -51,7 +51,7 @@ def nothing(*_: Any, **__: Any) -> Any:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "operator overrides": lambda patch: patch.setattr(_torch.dispatcher, "register_autocast_kernel", nothing),
-    "recompiling when the plan changes": lambda patch: patch.setattr(_torch.dynamo, "_SPARE_DEVICES", {}),
+    "recompiling when the plan changes": lambda patch: patch.setattr(_torch.dynamo, "_spare_devices", dict),
     "following backward": lambda patch: patch.setattr(_torch.autograd, "around_python_backward", nothing),
     "the loss scale": lambda patch: patch.setattr(_torch.grad_scaler, "check_and_unscale", nothing),
     "masters": lambda patch: patch.setattr(masters, "attach", nothing),

@@ -606,7 +606,11 @@ def test_switching_plans_midway_keeps_optimizer_state() -> None:
             DeviceError,
             "no",
         ),
-        (lambda: castwise.Amp("bf16-mixed", device="meta"), DeviceError, "not a device type; allowed: cpu"),
+        (
+            lambda: castwise.Amp("bf16-mixed", device="meta"),
+            DeviceError,
+            "not a device type that torch.autocast accepts; allowed: cpu",
+        ),
         (lambda: ready(Plan(compute="bf16", ops={"expp": "fp32"})), PlanError, "expp"),
         (lambda: ready(Plan(compute="bf16", regions={"nothing": "fp32"})), PatternError, "nothing"),
         (

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from castwise.bridges.run.follow import Follower
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.lab.timing.timing import synchronize
 
 ADDRESS = "CASTWISE_TRY"
@@ -132,8 +132,8 @@ class Gate:
         self._since = time.perf_counter()
 
     def _peak_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+        if self._device.type != "cpu" and (statistics := devices.memory_statistics(self._device)):
+            return int(statistics.max_memory_allocated(self._device))
         return peak_of_process()
 
 

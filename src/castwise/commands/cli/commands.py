@@ -172,15 +172,14 @@ def tune(
 ) -> None:
     """Find by experiment the fastest plan whose gradients match fp32's within the noise; under torchrun on all ranks."""
     with answering(show_traceback, json=json, verbose=verbose) as answer:
-        import torch
-
         from castwise.commands.jobs import tune as job
         from castwise.commands.jobs.processes import joined
         from castwise.core.casting import default_device_type
+        from castwise.core.session.process import find_device
         from castwise.lab.search.axes import FORMATS
 
         chosen = FORMATS if formats is None else tuple(listed(formats))
-        with joined(torch.device(device or default_device_type()), "castwise tune") as (rank, where):
+        with joined(find_device("tune", device, default_device_type()), "castwise tune") as (rank, where):
             first = rank == 0  # only this rank prints and writes
             with folder_for(out, "tune", workload, make=first) as folder:
                 result = job.tune(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,8 +48,11 @@ def _is_seed(seed: int) -> int:
 
 
 def _is_device(name: str | None) -> str | None:
-    if name is not None and not re.fullmatch(r"(cpu|cuda|xpu|mps)(:\d+)?", name):
-        raise typer.BadParameter(f"{name!r} is not a device; allowed: cpu, cuda, xpu, mps, cuda:1 and so on")
+    if name is not None:
+        from castwise.core import devices
+
+        if devices.type_of(name) is None:
+            raise typer.BadParameter(f"torch knows no device {name!r} here; allowed: {devices.choices()}")
     return name
 
 
@@ -78,7 +80,9 @@ PlanName = Annotated[str, typer.Option(help="A preset, a plan line or the path o
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu, cuda, cuda:1, xpu, mps.", show_default="the accelerator, else the CPU", callback=_is_device
+        help="cpu, cuda, cuda:1, or another device that torch has.",
+        show_default="the accelerator, else the CPU",
+        callback=_is_device,
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of weights and data.", callback=_is_seed)]

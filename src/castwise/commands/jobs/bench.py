@@ -14,6 +14,7 @@ import torch
 from castwise.commands.jobs import Event, Progress, heard
 from castwise.commands.jobs.bench_result import BenchResult, PlanResult, Timing
 from castwise.commands.jobs.bench_rows import BASELINE, Row, in_turns, rows_of, started
+from castwise.core import devices
 from castwise.core.casting import default_device_type
 from castwise.core.plans.plan import Plan
 from castwise.core.session.process import find_device
@@ -289,7 +290,7 @@ class _Work:
     def measure_memory(self) -> None:
         if self.device.type != "cpu":
             gc.collect()
-            torch.accelerator.empty_cache()  # frees device memory for the processes that measure
+            devices.empty_cache(self.device)  # frees device memory for the processes that measure
         for row in self.rows:
             if not row.is_ok:
                 continue

@@ -12,6 +12,7 @@ from castwise.commands.jobs import Event, Progress, heard
 from castwise.commands.jobs.bench import bench
 from castwise.commands.jobs.doctor_result import Bottleneck, DoctorResult, StepRate, WorkloadReport
 from castwise.core.casting import default_device_type
+from castwise.core.devices import features
 from castwise.core.plans.plan import PRESETS
 from castwise.core.session.process import find_device
 from castwise.lab.timing.environment import environment
@@ -99,7 +100,7 @@ def doctor(
             report = WorkloadReport(
                 found.name, found.description, steps, profile, bottlenecks(profile, rates)
             )
-    return DoctorResult(environment(where), units, rates, band, said, report, notes)
+    return DoctorResult(environment(where), units, features(where), rates, band, said, report, notes)
 
 
 def _busy(device: torch.device) -> tuple[str, ...]:

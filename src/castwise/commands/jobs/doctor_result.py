@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from castwise.core.devices import Features
 from castwise.lab.result import Result
 from castwise.lab.timing import stats
 from castwise.lab.timing.environment import Environment
@@ -70,12 +71,14 @@ class DoctorResult(Result):
     """What ``castwise doctor`` measured of a device and, if one was given, of a workload on the device.
 
     ``rates`` holds the speed of every measured operator in every format that the device can run. ``grades`` holds a grade for
-    every format except fp32. ``notes`` are sentences about the measurement itself.
+    every format except fp32. ``features`` tells what torch has for the device. ``notes`` are sentences about the measurement
+    itself.
     """
 
     kind: ClassVar[str] = "doctor"
     environment: Environment
     units: MatrixUnits
+    features: Features
     rates: tuple[Rate, ...]
     bandwidth: Bandwidth
     grades: tuple[FormatGrade, ...]

@@ -135,7 +135,7 @@ class Whole:
         self._call = model
         self._checked = False
         if ranks.layout.dp > 1 and not ranks.layout.shards:
-            ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+            ids = None if ranks.device.type == "cpu" else [ranks.device.index]
             self._call = nn.parallel.DistributedDataParallel(
                 model, device_ids=ids, process_group=ranks.of("dp").get_group()
             )

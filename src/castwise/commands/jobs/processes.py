@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from castwise.commands.jobs.layout import Coordinate, Layout
+from castwise.core import devices
 from castwise.core.parallel import init_process_group
 from castwise.core.ranks.group import ALONE, Ranks, running
 from castwise.errors import DeviceError, StateError
@@ -64,11 +65,11 @@ class TrainingRanks(Ranks):
 def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]]:
     """Join the processes that torchrun started into a process group, inside a ``with`` block.
 
-    A process group that exists already is used and kept. Otherwise a group is created, with gloo on the CPU and NCCL on CUDA,
-    and destroyed afterwards. A process that was started alone creates no group.
+    A process group that exists already is used and kept. Otherwise a group is created, with torch's backend for the device, and
+    destroyed afterwards. A process that was started alone creates no group.
 
     Args:
-        device: The device to compute on. For CUDA without an index, each process uses its ``LOCAL_RANK`` as the index.
+        device: The device to compute on. For an accelerator without an index, each process uses its ``LOCAL_RANK`` as the index.
         call: The name of the caller, for error messages.
 
     Yields:
@@ -89,9 +90,9 @@ def joined(device: torch.device, call: str) -> Iterator[tuple[int, torch.device]
     device = _own_device(device, call)
     ours = not running()
     if ours:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = dist.get_default_backend_for_device(device)
         try:
-            init_process_group(backend, device_id=device if device.type == "cuda" else None)
+            init_process_group(backend, device_id=None if device.type == "cpu" else device)
         except (RuntimeError, ValueError) as error:
             raise StateError(f"{call}: rank {rank} of {world} cannot reach the others: {error}") from error
     yield rank, device
@@ -129,24 +130,27 @@ def join(layout: Layout | str | None, device: torch.device) -> Iterator[Training
 
 
 def _own_device(device: torch.device, call: str) -> torch.device:
-    if device.type not in ("cpu", "cuda"):
-        raise DeviceError(
-            f"{call}: several processes can compute on cpu or cuda, not on {device.type}; use --device cpu"
-        )
-    if device.type == "cpu" or not torch.cuda.is_available():
+    kind = device.type
+    if kind == "cpu" or not devices.is_available(kind):
         return device
     if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         raise DeviceError(
-            f"{call}: all processes of this machine would use {device}; give --device cuda, and each process takes its own GPU"
+            f"{call}: all processes of this machine would use {device}; give --device {kind}, and each process takes its own"
         )
-    local = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
+    try:
+        dist.get_default_backend_for_device(kind)
+    except ValueError:
         raise DeviceError(
-            f"{call}: process {local} of this machine needs a GPU of its own, but the machine has "
-            f"{torch.cuda.device_count()}; start fewer processes, or give --device cpu"
+            f"{call}: several processes cannot compute on {kind}, since torch.distributed has no backend for it; use --device cpu"
+        ) from None
+    local = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= (count := devices.count(kind)):
+        raise DeviceError(
+            f"{call}: process {local} of this machine needs a {kind} device of its own, but the machine has {count}; start fewer "
+            "processes, or give --device cpu"
         )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    torch.accelerator.set_device_index(local)
+    return torch.device(kind, local)
 
 
 def first_fault(text: str) -> str:

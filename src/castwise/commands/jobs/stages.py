@@ -16,6 +16,7 @@ from castwise.commands.jobs.faults import calls
 from castwise.commands.jobs.layout import check_splits
 from castwise.commands.jobs.layouts import blocks_of, full_weights, shard
 from castwise.commands.jobs.processes import TrainingRanks
+from castwise.core import devices
 from castwise.core.casting.trees import map_tensors
 from castwise.core.model.arrival import widen_for
 from castwise.core.ranks import Ranks
@@ -130,7 +131,7 @@ class Stages:
         the running statistics of BatchNorm.
         """
         before = [{name: buffer.clone() for name, buffer in m.named_buffers()} for m in self.modules]
-        with torch.random.fork_rng([self._ranks.device] if self._ranks.device.type == "cuda" else []):
+        with devices.same_random_numbers([self._ranks.device.type]):
             self._run(inputs, target)
         for module, saved in zip(self.modules, before, strict=True):
             for name, buffer in module.named_buffers():

@@ -25,6 +25,7 @@ from castwise.commands.jobs.saves import Saves
 from castwise.commands.jobs.train_result import TrainEvent, TrainResult
 from castwise.core.casting import default_device_type
 from castwise.core.casting.trees import to_device
+from castwise.core.devices import widest_dtype
 from castwise.core.extras import left_out
 from castwise.core.plans.plan import Plan, as_plan
 from castwise.core.scaler import StepResult
@@ -322,8 +323,10 @@ class _Run:
         wish = min(max(wish, 1), _PENDING)
         if self.ranks.mesh is None:
             return [float(step.loss) for step in pending if step.loss is not None], wish
-        figures = torch.zeros(len(pending) + 1, dtype=torch.float64, device=self.ranks.device)
-        known = [step.loss.double() for step in pending if step.loss is not None]
+        figures = torch.zeros(
+            len(pending) + 1, dtype=widest_dtype(self.ranks.device), device=self.ranks.device
+        )
+        known = [step.loss.to(figures.dtype) for step in pending if step.loss is not None]
         if known:
             figures[:-1] = torch.stack(known) / self.ranks.layout.data_ranks
         if self.ranks.leads:

@@ -18,19 +18,44 @@ _EXACT: dict[Any, torch.dtype] = {
 }
 NUMBERS: tuple[Any, ...] = tuple(_EXACT)
 """The number types of Python that operators accept instead of tensors."""
-AUTOCAST_KEYS: dict[str, str] = {
-    "cpu": "AutocastCPU",
-    "cuda": "AutocastCUDA",
-    "xpu": "AutocastXPU",
-    "mps": "AutocastMPS",
-}
-"""The name of the dispatch key under which each device type's autocast kernels are registered."""
+
+
+def device_types() -> tuple[str, ...]:
+    """Return the names of all device types that torch's code names; an out-of-tree device has the name of its extension."""
+    names = (name.lower() for name in torch._C._autograd.DeviceType.__members__)
+    return tuple(
+        torch._C._get_privateuse1_backend_name() if name == "privateuse1" else name for name in names
+    )
+
+
+def device_key(device_type: str) -> str:
+    """Return the name of a device type's dispatch key, such as ``CUDA``, or ``PrivateUse1`` under whatever name it has."""
+    return str(torch._C._dispatch_key_for_device(device_type))
+
+
+def _autocast_key(device_type: str) -> str:
+    """Return the name of the dispatch key under which a device type's autocast kernels are registered."""
+    return f"Autocast{device_key(device_type)}"
 
 
 def autocast_registrations(device_type: str) -> frozenset[str]:
     """Return the names (such as ``aten::exp.out``) of the operators that have an autocast kernel on a device type."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(AUTOCAST_KEYS[device_type])
-    return frozenset(names)
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(_autocast_key(device_type)))
+
+
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether a device type has a kernel, or a fallback, for an operator, given by a name such as ``aten::_fused_adam_``."""
+    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, device_key(device_type)))
+
+
+def passes_autocast(device_type: str) -> bool:
+    """Whether operators without an autocast kernel run while autocast is on for a device type.
+
+    An out-of-tree device needs a fallthrough on its autocast key for that.
+    """
+    return bool(
+        torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::relu", _autocast_key(device_type))
+    )
 
 
 def is_dispatched(op: torch._ops.OpOverload) -> bool:
@@ -48,9 +73,10 @@ def native_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callabl
     torch's kernel that casts the inputs. Any other operator has only a fallthrough on the autocast key, which cannot be
     called. For such an operator the result of :func:`below_autocast_call` is returned.
     """
-    key = AUTOCAST_KEYS[device_type]
+    key = _autocast_key(device_type)
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
-        call: Callable[..., Any] = get_kernel(op, key).call_boxed
+        parsed: Any = torch._C._parse_dispatch_key(key)  # get_kernel does not know the names of all keys
+        call: Callable[..., Any] = get_kernel(op, parsed).call_boxed
         return call
     return below_autocast_call(op, device_type)
 
@@ -62,8 +88,8 @@ def below_autocast_call(op: torch._ops.OpOverload, device_type: str) -> Callable
     autocast key. Autocast stays enabled on the thread, so operators that a composite operator calls inside are still
     autocast.
     """
-    key = AUTOCAST_KEYS[device_type]
-    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+    key: Any = torch._C._parse_dispatch_key(_autocast_key(device_type))
+    below = torch._C._dispatch_keyset_full_after(key)
     redispatch = op.redispatch
     # In `x * 2` the dispatcher holds the 2 as a tensor that is marked as a number, and passes a number to Python.
     # `redispatch` refuses numbers. Calling the operator again with autocast off accepts them. Both are equivalent,
@@ -103,7 +129,7 @@ def register_autocast_kernel(
     Returns:
         A function that undoes the registration.
     """
-    return _register(op, kernel, AUTOCAST_KEYS[device_type])
+    return _register(op, kernel, _autocast_key(device_type))
 
 
 def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -> Callable[[], None]:

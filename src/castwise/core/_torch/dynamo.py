@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import CodeType, FunctionType, ModuleType
@@ -19,20 +20,30 @@ import torch
 from castwise.core._torch.calls import _own_frames, without_compiler
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_SPARE_DEVICES = {device: torch.get_autocast_dtype(device) for device in ("maia", "hpu", "ipu")}
+_SPARE_DEVICES = 3
 _SPARE_DTYPES = (
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
-MAX_GUARD_CODE = len(_SPARE_DTYPES) ** len(_SPARE_DEVICES) - 1
+MAX_GUARD_CODE = len(_SPARE_DTYPES) ** _SPARE_DEVICES - 1
 _thread = threading.local()
+
+
+@functools.cache
+def _spare_devices() -> Mapping[str, torch.dtype]:
+    """Return device types that nobody has here, with torch's autocast dtype of each.
+
+    An extension that brings such a device registers its module as an attribute of torch.
+    """
+    spare = [device for device in ("maia", "ipu", "hpu", "xla") if not hasattr(torch, device)]
+    return {device: torch.get_autocast_dtype(device) for device in spare[:_SPARE_DEVICES]}
 
 
 def set_guard_code(code: int) -> None:
     """Store a number in a thread-local state that Dynamo guards, so that compiled code recompiles when the number changes.
 
     Dynamo's global guard compares the autocast state of every device type that torch knows, and the dtypes where
-    autocast is enabled. The number is encoded in the autocast dtypes of device types that nobody has (maia, hpu, ipu).
+    autocast is enabled. The number is encoded in the autocast dtypes of device types that nobody has here.
     No tensor is on such a device, so no operator is affected. This costs a few thread-local writes. torch has no public
     hook for custom guards.
 
@@ -42,7 +53,7 @@ def set_guard_code(code: int) -> None:
     if code == getattr(_thread, "guard_code", 0):
         return
     _thread.guard_code = code
-    for device, default in _SPARE_DEVICES.items():
+    for device, default in _spare_devices().items():
         torch.set_autocast_enabled(device, code > 0)
         torch.set_autocast_dtype(device, _SPARE_DTYPES[code % len(_SPARE_DTYPES)] if code else default)
         code //= len(_SPARE_DTYPES)
@@ -233,6 +244,27 @@ def when_dynamo_is_loaded(function: Callable[[], None]) -> None:
         function()
     else:
         sys.meta_path.insert(0, _Loading("torch._dynamo", function))
+
+
+def why_not_compile(device_type: str) -> str:
+    """Return why torch.compile cannot compile code for a device type, or an empty text if it can.
+
+    Inductor itself compiles for the devices of torch. An extension has to register its device with Inductor.
+    """
+    try:
+        from torch._dynamo.eval_frame import check_if_inductor_supported
+
+        check_if_inductor_supported()
+        if device_type != custom_backend_name():
+            return ""
+        from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+        init_backend_registration()
+    except (ImportError, RuntimeError) as error:
+        return f"this build of torch has no compiler: {error}"
+    return (
+        "" if get_scheduling_for_device(device_type) else "its extension has not registered it with Inductor"
+    )
 
 
 def dynamo_loaded() -> bool:

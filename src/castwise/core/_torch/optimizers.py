@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from castwise.core._torch.hooks import around_function
 
@@ -26,6 +27,10 @@ def treat_as(made: type, kind: type) -> None:
     """
     if kind in _foreach_supported_types and made not in _foreach_supported_types:
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
+
+
+fused_devices = _get_fused_kernels_supported_devices
+"""Return the device types for which torch's optimizers accept ``fused=True``. Not all have a kernel of each optimizer."""
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,13 +11,12 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.cuda.amp import amp_definitely_not_available
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.casting import frames, kernels, tracing
 from castwise.core.casting.kernels import frame_of
 from castwise.core.plans import rules
 from castwise.core.plans.formats import LOW_DTYPES, get_format
 from castwise.core.plans.plan import Plan, Region, as_plan
-from castwise.core.plans.rules import DEVICE_TYPES
 from castwise.core.plans.text import shown
 from castwise.errors import PlanError, StateError, UnknownNameError
 
@@ -27,10 +26,7 @@ _DTYPES = (*LOW_DTYPES, torch.float32)
 
 def default_device_type() -> str:
     """Return the device type of the available accelerator, such as ``"cuda"``, or ``"cpu"`` without an accelerator."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type in DEVICE_TYPES and torch.accelerator.is_available():
-        return accelerator.type
-    return "cpu"
+    return devices.accelerator() or "cpu"
 
 
 def override_rows(plan: Plan, device_type: str) -> Mapping[str, rules.Row]:
@@ -47,10 +43,12 @@ def override_rows(plan: Plan, device_type: str) -> Mapping[str, rules.Row]:
     return rows
 
 
-def _without_index(name: Any) -> Any:
-    """Return the device type of a device with an index, such as ``"cuda:0"``, and anything else unchanged."""
-    kind, _, index = name.partition(":") if isinstance(name, str) else ("", "", "")
-    return kind if kind in DEVICE_TYPES and index.isdecimal() else name
+def _device_type(name: Any) -> Any:
+    """Return the device type of a device such as ``"cuda:0"`` or ``"privateuseone"``, and anything else unchanged."""
+    if not isinstance(name, str) or devices.has_autocast(name):
+        return name
+    kind = devices.type_of(name) if ":" in name or name == "privateuseone" else None
+    return kind if devices.has_autocast(kind) else name
 
 
 _Resolved = tuple[str, str, torch.dtype, bool]
@@ -60,9 +58,10 @@ def _resolve(
     plan: Any, dtype: Any, enabled: bool, cache_enabled: bool | None, device_type: str | None
 ) -> tuple[_Resolved, tuple[str, ...]]:
     """Parse the arguments of :class:`autocast`; see :func:`_parse`."""
-    if dtype is None and (plan is None or plan in DEVICE_TYPES):
+    plan, device_type = _device_type(plan), _device_type(device_type)
+    if dtype is None and (plan is None or devices.has_autocast(plan)):
         device = plan or device_type or default_device_type()
-        if device in DEVICE_TYPES:
+        if devices.has_autocast(device):
             dtype = torch.get_autocast_dtype(device)  # a script may have set it
     return _parse(plan, dtype, enabled, cache_enabled, device_type)
 
@@ -77,7 +76,7 @@ def _parse(
         The key of the block's :class:`Frame`, its device type, its dtype and whether it casts. Then the names of the
         operators that need an override.
     """
-    if plan in DEVICE_TYPES:
+    if devices.has_autocast(plan):
         if device_type is not None and device_type != plan:
             raise PlanError(
                 f"autocast({plan!r}, device_type={device_type!r}): two device types; give one of them"
@@ -87,10 +86,10 @@ def _parse(
             warnings.warn("CUDA is not available or torch_xla is imported. Disabling autocast.", stacklevel=3)
             enabled = False
     device = device_type or default_device_type()
-    if device not in DEVICE_TYPES:
+    if not devices.has_autocast(device):
         raise PlanError(
             f"User specified an unsupported autocast device_type '{device}': autocast(device_type={device!r}) is not "
-            f"allowed. Allowed: {', '.join(DEVICE_TYPES)}."
+            f"allowed. Allowed: {', '.join(devices.autocast_types())}."
         )
     if plan is None:
         chosen = dtype if dtype is not None else torch.get_autocast_dtype(device)
@@ -112,7 +111,7 @@ def _parse(
             resolved = as_plan(plan)
         except UnknownNameError as error:
             raise UnknownNameError(
-                f"autocast({shown(plan)}): {error} Or a device type: {', '.join(DEVICE_TYPES)}."
+                f"autocast({shown(plan)}): {error} Or a device type: {', '.join(devices.autocast_types())}."
             ) from None
     if not enabled or not resolved.autocasts:
         surrounding = resolved.compute_dtype if enabled else torch.float32
@@ -198,8 +197,8 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         cache_enabled: Whether the bf16 or fp16 copies of fp32 weights are kept and reused until the outermost block
             ends. None uses torch's current setting. Pass False if your code changes weights inside the block, since the
             change is not detected and the old copy would be used.
-        device_type: The type of device whose operators are cast: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``. The
-            default is the available accelerator, or else the CPU.
+        device_type: The type of device whose operators are cast, such as ``"cpu"`` or ``"cuda"``, or the name of an
+            out-of-tree device. The default is the available accelerator, or else the CPU.
 
     Raises:
         PlanError: The plan, dtype or device type is not allowed.
@@ -219,14 +218,13 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         self._args = (plan, dtype, enabled, cache_enabled, device_type)
         if device_type is not None and not isinstance(device_type, str):
             raise PlanError(
-                f"Expected `device_type` of type `str`, got: `{type(device_type)}`; allowed: {', '.join(DEVICE_TYPES)}"
+                f"Expected `device_type` of type `str`, got: `{type(device_type)}`; allowed: {', '.join(devices.autocast_types())}"
             )
         if plan is not None and not isinstance(plan, (Plan, str, os.PathLike, torch.dtype)):
             raise PlanError(
                 f"Expected `device_type` of type `str`, got: `{type(plan)}`: autocast({plan!r}); allowed: a device type "
-                f"({', '.join(DEVICE_TYPES)}), a Plan, the name of a preset or format, a torch.dtype, or a path"
+                f"({', '.join(devices.autocast_types())}), a Plan, the name of a preset or format, a torch.dtype, or a path"
             )
-        plan, device_type = _without_index(plan), _without_index(device_type)
         if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
             plan = as_plan(plan)  # read now: the file may change, and _resolve caches its result
         if torch.compiler.is_compiling():

@@ -27,7 +27,7 @@ class Frame:
     """The precision settings that a plan puts in force for one device type.
 
     Attributes:
-        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
+        device_type: The type of device whose operators are cast, such as ``"cpu"`` or ``"cuda"``.
         dtype: Compute dtype of the operators with the rule ``lower``. None if nothing is autocast, as with fp32 or
             ``rules="none"``.
         surrounding: Floating dtype to which a :class:`~castwise.Region` inside this frame casts its outputs.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from castwise.core import masters
+from castwise.core import devices, masters
 from castwise.core.checkpoint.names import Names
 from castwise.core.checkpoint.tree import encode
 from castwise.core.ranks import Ranks
@@ -110,15 +110,14 @@ def random_states(amp: Amp) -> dict[str, Tensor]:
     """Return the states of torch's random generators on this rank, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if amp.device_type != "cpu":
-        states[amp.device_type] = torch.get_device_module(amp.device_type).get_rng_state()
+        states[amp.device_type] = devices.generator(torch.device(amp.device_type))[0]()
     return states
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
     """Set torch's random generators to states that :func:`random_states` returned."""
     for device_type, state in states.items():
-        where = torch if device_type == "cpu" else torch.get_device_module(device_type)
-        where.set_rng_state(state)
+        devices.generator(torch.device(device_type))[1](state)
 
 
 def merge(contents: Contents, ranks: Ranks) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.casting.trees import tensors_in
 
 _LOOKS = 3
@@ -36,9 +36,7 @@ class RoundedInputs:
             UserWarning: Distinct values become equal.
         """
         self._looks -= 1
-        if _torch.dispatcher.in_transform() or (
-            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        ):
+        if _torch.dispatcher.in_transform() or devices.is_capturing():
             return self._looks > 0
         for tensor in tensors_in(inputs):
             if said := collapse(kind, tensor, self._dtype):

@@ -17,7 +17,7 @@ from typing import Any, Final, cast, get_args
 
 import torch
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.plans import tables
 from castwise.core.plans.tables import Rule
 from castwise.core.plans.text import close_matches
@@ -25,7 +25,6 @@ from castwise.errors import PlanError, UnknownNameError
 
 __all__ = [
     "BASES",
-    "DEVICE_TYPES",
     "RULES",
     "UNFUSED",
     "Row",
@@ -61,8 +60,6 @@ BASES: Final = ("native", "cuda", "apex", "none")
 ``native`` has the lists of torch.autocast for the current device, and ``cuda`` its lists for CUDA, on any device.
 ``apex`` has the lists of Apex's opt level O1. With ``none``, no operator is cast.
 """
-
-DEVICE_TYPES: Final = tuple(_torch.dispatcher.AUTOCAST_KEYS)
 
 _OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*", re.ASCII)
 _UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
@@ -104,7 +101,7 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
 
     Args:
         base: The name of the table, one of `BASES`: ``native``, ``cuda``, ``apex`` or ``none``.
-        device_type: One of `DEVICE_TYPES`. The table ``native`` depends on it.
+        device_type: A device type that torch.autocast accepts. The table ``native`` depends on it.
 
     Returns:
         The `Row` of each operator, by the operator's name. Operators without a row are not changed.
@@ -114,26 +111,24 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
     """
     call = f"base_table({base!r}, {device_type!r})"
     _check_name(call, "base table", base, BASES)
-    _check_name(call, "device type", device_type, DEVICE_TYPES)
+    if not devices.has_autocast(device_type):
+        _check_name(call, "device type", device_type, devices.autocast_types())
     if base == "none":
         table: dict[str, Row] = {}
     elif base == "native" and device_type == "cpu":
         table = _rows(tables.CPU)
-    elif base == "native" and device_type == "mps":
-        table = _rows(tables.CUDA)
-        table = {op: row for op, row in table.items() if op not in tables.MPS_LACKS}
-        table |= _rows(tables.MPS_DIFFERS)
     else:
         table = _rows(tables.APEX if base == "apex" else tables.CUDA)
+        if base != "apex":
+            # One table serves all devices, and versions of torch that add and remove operators and their autocast kernels.
+            there = _registered(device_type if base == "native" else "cuda")
+            table = {op: row for op, row in table.items() if op in there or op in tables.CUDA_ONLY}
         if device_type != "cuda":
             table = {op: row for op, row in table.items() if op not in tables.CUDA_ONLY}
-        if device_type != "cuda" and base != "native":
-            table |= _rows(tables.RNN_STAND_INS)
-    # One table serves several versions of torch, which add and remove operators and their autocast kernels.
-    if base in ("native", "cuda"):
-        there = _torch.dispatcher.autocast_registrations("cuda")
-        missing = {op for op in tables.CUDA_SINCE_2_12 if f"aten::{op}" not in there}
-        table = {op: row for op, row in table.items() if op not in missing}
+            if base != "native":
+                table |= _rows(tables.RNN_STAND_INS)
+            elif device_type == "mps":
+                table |= _rows(tables.MPS_DIFFERS)
     return _there(table)
 
 
@@ -142,7 +137,7 @@ def describe(base: str, device_type: str) -> tuple[Row, ...]:
 
     Args:
         base: The name of the table, one of `BASES`.
-        device_type: One of `DEVICE_TYPES`.
+        device_type: A device type that torch.autocast accepts.
 
     Raises:
         UnknownNameError: ``base`` or ``device_type`` is not known.
@@ -216,7 +211,7 @@ def overrides(base: str, ops: Iterable[tuple[str, str]], device_type: str) -> Ma
         base: The name of the plan's base table, one of `BASES`.
         ops: Pairs of operator and rule that replace rows of the base table. If an operator is in several pairs, the
             last pair counts.
-        device_type: One of `DEVICE_TYPES`.
+        device_type: A device type that torch.autocast accepts.
 
     Returns:
         The `Row` of each operator, by the operator's name. It is empty if torch.autocast already applies all rules.
@@ -282,6 +277,13 @@ def stored_low(base: str, device_type: str) -> Mapping[str, Row]:
     rows = _rows(tables.STORED_LOW)
     listed = {op for op, row in table.items() if row.rule != "as_is"}
     return _there({op: row for op, row in rows.items() if op not in listed})
+
+
+@cache
+def _registered(device_type: str) -> set[str]:
+    """Return the operators that have an autocast kernel on a device type, by their names without overloads."""
+    names = _torch.dispatcher.autocast_registrations(device_type)
+    return {name.removeprefix("aten::").partition(".")[0] for name in names}
 
 
 def _there(table: Mapping[str, Row]) -> Mapping[str, Row]:

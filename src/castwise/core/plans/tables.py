@@ -120,7 +120,7 @@ CUDA: Final = (
     ),
     Group("banned", _BCE, "binary_cross_entropy"),
 )
-"""The rules of torch.autocast on CUDA, and on XPU."""
+"""The rules of torch.autocast on CUDA, and on other accelerators for those operators that they list as well."""
 
 CPU: Final = (
     Group(
@@ -162,16 +162,6 @@ CPU: Final = (
     Group("widest", _MIXED, "cat index_copy stack"),
 )
 """The rules of torch.autocast on CPUs."""
-
-_MPS_LACKS = """_cudnn_rnn _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell
-binary_cross_entropy cudnn_convolution cudnn_convolution_transpose gru_cell linalg_vecdot norm rms_norm
-rnn_relu_cell rnn_tanh_cell vdot"""
-
-MPS_LACKS: Final = frozenset(" ".join((_MPS_LACKS, *(group.ops for group in _UPSAMPLE))).split())
-"""The operators of CUDA's table that torch.autocast on MPS does not list."""
-
-CUDA_SINCE_2_12: Final = frozenset({"rms_norm"})
-"""The operators of CUDA's table that torch 2.11 does not list: there, rms_norm runs in the format of its input."""
 
 _NORMS = "batch_norm group_norm instance_norm layer_norm native_layer_norm rms_norm"
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.ranks.text import named
 from castwise.errors import is_users
 
@@ -80,8 +80,7 @@ class Waiting:
         This is needed because a collective on a device is only queued when its call returns.
         """
         if not tensor.is_cpu:
-            self._event = torch.Event(tensor.device)
-            self._event.record()
+            self._event = devices.event(tensor.device)
 
     def _end(self) -> None:
         _waits.pop(id(self), None)

@@ -57,8 +57,8 @@ class Cleared:
         common = [(key, grad) for key, grad in now if all(key in sample for sample in self._samples)]
         if not self._samples or not common:
             return False
-        new = torch.cat([_sample(grad).double().cpu() for _, grad in common])
-        old = torch.stack([torch.cat([s[key].double().cpu() for key, _ in common]) for s in self._samples])
+        new = torch.cat([_sample(grad).cpu().double() for _, grad in common])
+        old = torch.stack([torch.cat([s[key].cpu().double() for key, _ in common]) for s in self._samples])
         if old.shape[1] != len(new) or not (new.isfinite().all() and old.isfinite().all()):
             return False
         size = new.norm()

@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from castwise.core import _torch
+from castwise.core.devices import widest_dtype
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import LossScale
 from castwise.core.scaler import gradients
@@ -326,7 +327,8 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
             base_scale, own_scale = losses.scale_tensor(base), losses.scale_tensor(name)
             (gradients.lift_low(loss) * own_scale.to(loss.device, non_blocking=True)).backward(**kwargs)
             fresh = [parameter.grad for parameter in everything if parameter.grad is not None]
-            factor = None if name == base else (base_scale.double() / own_scale.double()).float()
+            wide = widest_dtype(base_scale.device)
+            factor = None if name == base else (base_scale.to(wide) / own_scale.to(wide)).float()
             flag = self._unscaling.agreed(gradients.check_and_multiply(fresh, factor, own_scale.device))
             flags[name] = torch.maximum(flags[name], flag) if name in flags else flag
         finally:

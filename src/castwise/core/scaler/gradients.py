@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from castwise.core import _torch
+from castwise.core.devices import widest_dtype
 from castwise.core.plans.formats import LOW_DTYPES
 
 _PLAIN = {torch.Tensor}
@@ -111,8 +112,7 @@ def number(value: float, device: torch.device | str) -> torch.Tensor:
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
     """Return one over a scale, a 0-dim fp32 tensor on its device. It is rounded once, from fp64 if the device has it."""
-    wide = scale if scale.device.type == "mps" else scale.double()  # such a device has no fp64
-    return wide.reciprocal().float()
+    return scale.to(widest_dtype(scale.device)).reciprocal().float()
 
 
 def largest(flags: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

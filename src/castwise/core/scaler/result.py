@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from castwise.core import devices
+
 Restored = tuple[tuple[str, ...], torch.Tensor | None]
 """The names of buffers that were restored. If only the device knows which were, a bool tensor says so for each name."""
 
@@ -99,10 +101,12 @@ class StepResult:
 
     def _send(self) -> None:
         flag = self.found_inf
-        self._host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=flag.device.type == "cuda")
+        pinned = devices.pins_memory(flag.device.type)
+        self._host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=pinned)
         self._host.copy_(flag, non_blocking=True)
-        self._event = torch.Event(flag.device)
-        self._event.record()
+        self._event = devices.event(flag.device)
+        if self._event is None:
+            self._skipped = bool(flag > 0)
 
     @property
     def found_inf(self) -> torch.Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from castwise.core import _torch
+from castwise.core.devices import widest_dtype
 from castwise.errors import PlanError
 
 
@@ -147,9 +148,10 @@ def update_on_device(
     overflows = hysteresis_tracker + found
     good = growth_tracker + 1
     grow = ~found & (good == policy.interval)
-    grown = (scale.double() * policy.growth).float()
+    wide = scale.to(widest_dtype(scale.device))
+    grown = (wide * policy.growth).float()
     grown = torch.where(torch.isfinite(grown), grown, scale)
-    shrunk = (scale.double() * policy.backoff).float()
+    shrunk = (wide * policy.backoff).float()
     shrink = found & (overflows >= policy.hysteresis)
     scale.copy_(torch.where(shrink, shrunk, torch.where(grow, grown, scale)))
     if policy.floor is not None or policy.ceiling is not None:

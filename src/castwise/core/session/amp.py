@@ -295,6 +295,7 @@ class Amp(masters.OfThisProcess):
     def _check(self, found: Inventory, *, wrapped: bool, inference: bool) -> None:
         """Raise if this Amp cannot prepare the model and optimizers, before anything has changed."""
         check_model(found, self.plan, self.device_type, wrapped=wrapped)
+        process.check_compiler(self.plan, self.device_type)
         owner = _prepared.get(found.model)
         if owner is not None:
             raise StateError(

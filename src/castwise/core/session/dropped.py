@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from castwise.core import _torch, masters
+from castwise.core import _torch, devices, masters
 
 EVERY = 64
 """The number of steps between two measurements, except for the first ones, whose distance doubles each time."""
@@ -139,7 +139,7 @@ class DroppedUpdates:
         by_chance = self._rounds_at_random(optimizer, pieces)
         self.keeps = by_chance or bool(keepers)
         for piece in pieces:
-            squares = (piece.wide.detach() - piece.before.float()).double().square()
+            squares = devices.in_fp64(piece.wide.detach() - piece.before.float()).square()
             dropped = squares[_stays(piece) & ~_kept(optimizer, piece, keepers)]
             lost = 0.0 if by_chance else float(dropped.sum())
             before = self.by_parameter.get(piece.parameter, (0.0, 0.0))
@@ -279,9 +279,7 @@ def _stepped_in_fp32(optimizer: Optimizer, made: int) -> list[_Piece]:
         groups[id(group)]["params"].append(wide)
         pieces.append(_Piece(parameter, rows, values[rows].clone(), wide, {}))
     copied.param_groups = list(groups.values())
-    devices = {piece.before.device for piece in pieces if piece.before.device.type != "cpu"}
-    kinds = {device.type for device in devices}
-    with warnings.catch_warnings(), torch.random.fork_rng(devices, device_type=next(iter(kinds), "cuda")):
+    with warnings.catch_warnings(), devices.same_random_numbers(piece.before.device.type for piece in pieces):
         warnings.simplefilter("ignore")  # warnings and prints of this step would repeat those of the real one
         _torch.optimizers.step_without_hooks(copied)
     for piece in pieces:

@@ -12,23 +12,25 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from castwise.core import _torch
+from castwise.core.devices import has_fused
 from castwise.core.masters import restride_state
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.errors import DeviceError
 
-_FUSED: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW, Adagrad)
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
+_FUSED: dict[type[Optimizer], str] = {
+    SGD: "_fused_sgd_", Adam: "_fused_adam_", AdamW: "_fused_adamw_", Adagrad: "_fused_adagrad_"
+}  # fmt: skip
+"""The optimizers that have a fused kernel on some device, with the name of the kernel."""
 
 
 def can_fuse(optimizer: Optimizer) -> bool:
     """Whether torch has a fused kernel for an optimizer's exact class and for the devices and kinds of its parameters."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    # torch has no fused Adagrad for CUDA (2.11 to 2.14)
-    devices = set(_DEVICES) - ({"cuda"} if isinstance(optimizer, Adagrad) else set())
+    kernel = _FUSED.get(type(optimizer))
     return (
-        type(optimizer) in _FUSED
+        kernel is not None
         and all(
-            p.device.type in devices and p.is_floating_point() and p.layout is torch.strided
+            has_fused(kernel, p.device.type) and p.is_floating_point() and p.layout is torch.strided
             for p in parameters
         )
         and not _unfit_dtensors(optimizer)
@@ -64,10 +66,14 @@ def check_fused(optimizer: Optimizer) -> None:
             f"optimizer='as_given'."
         )
     if not can_fuse(optimizer):
-        names = ", ".join(cls.__name__ for cls in _FUSED)
+        kinds = sorted({p.device.type for group in optimizer.param_groups for p in group["params"]})
+        names = [
+            cls.__name__ for cls, kernel in _FUSED.items() if all(has_fused(kernel, kind) for kind in kinds)
+        ]
         raise DeviceError(
-            f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel; torch has fused kernels for {names}. "
-            "Use one of these optimizers, or optimizer='as_given'."
+            f"Plan: optimizer='fused', but {type(optimizer).__name__} has no fused kernel; on {' and '.join(kinds)} torch has "
+            f"fused kernels for {', '.join(names) or 'no optimizer'}. Use "
+            f"{'one of these optimizers, or ' * bool(names)}optimizer='as_given'."
         )
 
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.heap import HEAP, can_keep
+from castwise.core.plans.formats import get_format
 from castwise.core.plans.plan import Plan
-from castwise.core.plans.rules import DEVICE_TYPES
 from castwise.core.plans.text import shown
 from castwise.errors import DeviceError, StateError
 
@@ -74,17 +74,18 @@ def device_type_of(device: Any) -> str:
     """Return the type of a device, such as ``"cuda"``. The device may be a name, a ``torch.device`` or a number.
 
     Raises:
-        DeviceError: The value is not a device, or torch.autocast does not support its type.
+        DeviceError: The value is not a device, torch.autocast does not support its type, or there is no such device.
     """
-    try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError) as error:
+    kind = devices.type_of(device)
+    if kind is None:
         raise DeviceError(
-            f"Amp(device={shown(device)}): torch knows no such device here; allowed: {', '.join(DEVICE_TYPES)}, with an "
-            "index if need be, such as 'cuda:0'"
-        ) from error
-    if kind not in DEVICE_TYPES:
-        raise DeviceError(f"Amp(device={device!r}): not a device type; allowed: {', '.join(DEVICE_TYPES)}")
+            f"Amp(device={shown(device)}): torch knows no such device here; allowed: {devices.choices()}"
+        )
+    if not devices.has_autocast(kind):
+        raise DeviceError(
+            f"Amp(device={device!r}): not a device type that torch.autocast accepts; allowed: {devices.choices()}"
+        )
+    _check_there("Amp", torch.device(device))
     return kind
 
 
@@ -99,23 +100,28 @@ def find_device(call: str, device: Any, default: str) -> torch.device:
     Raises:
         DeviceError: The value is not a device, or the device is not available.
     """
-    try:
-        where = torch.device(device if device is not None else default)
-    except (RuntimeError, TypeError):
+    wanted = device if device is not None else default
+    if devices.type_of(wanted) is None:
         raise DeviceError(
-            f"{call}(device={shown(device)}): no such kind of device; use cpu, cuda, xpu or mps, with :0, :1, ... if there are more"
-        ) from None
-    if where.type != "cpu" and not _available(where.type):
-        raise DeviceError(
-            f"{call}(device={str(where)!r}): no {where.type} device is available; use device='cpu', or leave device out"
+            f"{call}(device={shown(wanted)}): torch knows no such device here; allowed: {devices.choices()}"
         )
-    if where.index is not None and where.type in ("cuda", "xpu"):
-        count = getattr(torch, where.type).device_count()
-        if where.index >= count:
-            raise DeviceError(
-                f"{call}(device={str(where)!r}): there are only {count}, counted from 0; use a lower index"
-            )
+    _check_there(call, where := torch.device(wanted))
     return where
+
+
+def _check_there(call: str, device: torch.device) -> None:
+    if not devices.is_available(device.type):
+        raise DeviceError(
+            f"{call}(device={str(device)!r}): no {device.type} device is available; use device='cpu', or leave device out"
+        )
+    if (
+        device.type != "cpu"
+        and device.index is not None
+        and device.index >= (count := devices.count(device.type))
+    ):
+        raise DeviceError(
+            f"{call}(device={str(device)!r}): there are only {count}, counted from 0; use a lower index"
+        )
 
 
 def check_device(plan: Plan, device_type: str) -> None:
@@ -125,10 +131,7 @@ def check_device(plan: Plan, device_type: str) -> None:
         DeviceError: The device lacks a feature. The message names the field of the plan, the feature and an
             alternative.
     """
-    if device_type != "cpu" and not _available(device_type):
-        raise DeviceError(
-            f"Amp(device={device_type!r}): no {device_type} device is available; use device='cpu', or leave device out"
-        )
+    _check_there("Amp", torch.device(device_type))
     for name in ("fp32_matmul", "fp32_conv"):
         value = getattr(plan, name)
         if value == "tf32" and not _has_tf32(device_type):
@@ -136,8 +139,9 @@ def check_device(plan: Plan, device_type: str) -> None:
                 f"Plan {plan}: {name}='tf32', but this {device_type} device has no TF32; use 'ieee', the preset fp32, "
                 "or, on a CPU with bf16, 'bf16'"
             )
-        if value == "bf16" and device_type == "cuda":
-            raise DeviceError(f"Plan {plan}: {name}='bf16' is for CPUs; on CUDA use 'tf32' or 'ieee'")
+        if value == "bf16" and device_type != "cpu":
+            other = "'tf32' or 'ieee'" if _has_tf32(device_type) else "'ieee'"
+            raise DeviceError(f"Plan {plan}: {name}='bf16' is for CPUs; on {device_type} use {other}")
         if value == "bf16" and device_type == "cpu" and not _torch.cpu.cpu_has_bf16():
             raise DeviceError(
                 f"Plan {plan}: {name}='bf16', but this CPU has no bf16 instructions; use 'ieee'"
@@ -147,17 +151,30 @@ def check_device(plan: Plan, device_type: str) -> None:
             f"Plan {plan}: host_memory='keep', which needs glibc, and this system has another C library; use "
             f"'as_given'"
         )
-    if "bf16" in plan.formats and device_type == "cuda" and not torch.cuda.is_bf16_supported():
+    low = [get_format(dtype).name for dtype in devices.low_dtypes(device_type)]
+    if lacks := sorted(plan.formats & {"bf16", "fp16"} - {*low}):
         raise DeviceError(
-            f"Plan {plan}: this GPU ({torch.cuda.get_device_name()}) does not compute in bf16; use an fp16 plan"
+            f"Plan {plan}: {device_type} ({devices.name_of(torch.device(device_type))}) does not compute in {lacks[0]}; use a "
+            f"plan in {low[0] if low else 'fp32'}"
+        )
+    if plan.autocasts and plan.rules == "native" and not devices.casts(device_type):
+        raise DeviceError(
+            f"Plan {plan}: torch has no autocast kernels for {device_type} devices, so nothing would be cast; import the "
+            "extension that brings them, or use a plan that stores parameters low, such as 'bf16-true', or 'fp32'"
         )
 
 
-def _available(device_type: str) -> bool:
-    if device_type == "mps":
-        return torch.backends.mps.is_available()
-    module = getattr(torch, device_type, None)
-    return module is not None and module.is_available()
+def check_compiler(plan: Plan, device_type: str) -> None:
+    """Raise if a plan compiles the model and torch cannot.
+
+    Raises:
+        DeviceError: There is no compiler for the device.
+    """
+    if plan.compile != "as_given" and (why := _torch.dynamo.why_not_compile(device_type)):
+        raise DeviceError(
+            f"Plan {plan}: compile={plan.compile!r}, but torch.compile cannot compile for {device_type} here: {why}; use "
+            "compile='as_given'"
+        )
 
 
 def _has_tf32(device_type: str) -> bool:
@@ -350,7 +367,7 @@ def _all_settings() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], An
         "anomalies", lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.autograd.set_detect_anomaly(*value),
     )  # fmt: skip
-    for device in DEVICE_TYPES:
+    for device in devices.autocast_types():
         now, put = (partial(one, device) for one in (torch.get_autocast_dtype, torch.set_autocast_dtype))
         yield f"autocast.{device}", now, put
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
@@ -398,11 +415,12 @@ def _default_device() -> torch.device | None:
 
 def _current_device() -> tuple[str, int] | None:
     """Return the type and the index of the current accelerator, or None if the process has not used one."""
-    if torch.cuda.is_initialized():
-        return "cuda", torch.cuda.current_device()
-    if torch.xpu.is_initialized():
-        return "xpu", torch.xpu.current_device()
-    return None
+    found = torch.accelerator.current_accelerator()
+    # A device whose module does not say whether it is in use is left alone: asking could take it into use.
+    in_use = None if found is None else getattr(getattr(torch, found.type, None), "is_initialized", None)
+    if found is None or in_use is None or not in_use():
+        return None
+    return found.type, torch.accelerator.current_device_index()
 
 
 def _put_current_device(device: tuple[str, int] | None) -> None:

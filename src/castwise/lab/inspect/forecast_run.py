@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from castwise.core import _torch, amounts
+from castwise.core.devices import in_fp64
 from castwise.core.plans.formats import LOW, LOW_DTYPES, Format
 from castwise.core.plans.plan import Plan
 from castwise.errors import told
@@ -250,10 +251,10 @@ class Run:
             for format in self.formats:
                 if format.name in LOW:
                     left = stored_change(weights, changes, format.dtype)
-                    held, squares = torch.isfinite(left), changes.double().square()
+                    held, squares = torch.isfinite(left), in_fp64(changes).square()
                     ledger.put(site_of(name), format.name, None, Tally(  # squares: shares of the update, not of its elements
-                        float(squares.sum()), float(squares[~held].sum()), 0.0, float(squares[left == 0].sum()),
-                        float((left - changes)[held].double().square().sum()), float(squares[held].sum()),
+                        float(squares.sum()), float(squares[~held.to(squares.device)].sum()), 0.0, float(squares[left == 0].sum()),
+                        float(in_fp64((left - changes)[held]).square().sum()), float(squares[held].sum()),
                     ))  # fmt: skip
 
     def forecast(self, where: Environment) -> Forecast:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_for
 from castwise.core.model.resolve import Resolution, resolve
@@ -180,8 +180,7 @@ class Runs:
 
 def in_fp64(tensor: Tensor) -> Tensor:
     """Return a tensor in fp64, with complex values as two real parts; on the CPU if the tensor's device has no fp64."""
-    real = as_real(tensor)
-    return (real.cpu() if real.device.type == "mps" else real).double()
+    return devices.in_fp64(as_real(tensor))
 
 
 class Difference(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from castwise.core.devices import in_fp64
 from castwise.core.plans.formats import FORMATS, Format
 from castwise.lab.parity.gradient_range import Magnitudes
 
@@ -157,7 +158,7 @@ class Values:
         ])
         squares = torch.stack([torch.where(over, 0.0, low - some), torch.where(over, 0.0, some)])
         subnormal, flush = (shares.sum(1) * self.times).tolist()
-        error, square = (squares.double().square().sum(1) * (self.times / scale**2)).tolist()
+        error, square = (in_fp64(squares).square().sum(1) * (self.times / scale**2)).tolist()
         return Tally(float(self.count), self._overflowing(format, scale), subnormal, flush, error, square)
 
     def _overflowing(self, format: Format, scale: float) -> float:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.casting.trees import to_device
+from castwise.core.devices import in_fp64
 from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.plan import Plan
 from castwise.core.session import Amp
@@ -473,11 +474,11 @@ def dithered(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
 def _gram(vectors: list[Tensor], factors: Tensor | None) -> Matrix:
     device = vectors[0].device
     chunk = _CHUNKS.get(device.type, 1 << 18)
-    total = torch.zeros(len(vectors), len(vectors), dtype=torch.float64, device=device)
+    total = in_fp64(torch.zeros(len(vectors), len(vectors), device=device))
     for start in range(0, vectors[0].numel(), chunk):
-        block = torch.stack([v[start : start + chunk] for v in vectors]).double()
+        block = in_fp64(torch.stack([v[start : start + chunk] for v in vectors]))
         if factors is not None:
-            block *= factors[start : start + chunk]
+            block *= factors[start : start + chunk].to(block.device)
         total.addmm_(block, block.T)
     found: Matrix = total.cpu().numpy()
     return found

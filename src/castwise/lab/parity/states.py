@@ -24,6 +24,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from castwise.core.devices import in_fp64
 from castwise.core.plans.formats import FORMATS, LOW
 from castwise.core.plans.plan import Plan
 from castwise.lab.parity.probes import REFERENCE, Prober, as_real, dithered, state_of
@@ -57,14 +58,14 @@ class _Path:
 
     def grows(self) -> Tensor:
         """Return a mask of the elements that grow steadily, like counters."""
-        start, middle, end = (t.double() for t in (self.start, self.middle, self.end))
+        start, middle, end = map(in_fp64, (self.start, self.middle, self.end))
         first, second = middle - start, end - middle
         return (end.abs() > middle.abs()) & (second * first.sign() >= STEADY * first.abs()) & (first != 0)
 
     def later(self, far: bool) -> Tensor:
         """Return the values at the end; with ``far``, steadily growing elements are extrapolated to many steps later."""
-        start, end = self.start.double(), self.end.double()
-        return torch.where(self.grows(), start + (self.middle.double() - start) * AHEAD, end) if far else end
+        start, end = in_fp64(self.start), in_fp64(self.end)
+        return torch.where(self.grows(), start + (in_fp64(self.middle) - start) * AHEAD, end) if far else end
 
     def of(self, which: Tensor) -> _Path:
         return _Path(self.start[which], self.middle[which], self.end[which])
@@ -250,14 +251,14 @@ def _differs(fp32: _Path, ours: _Path, which: Tensor | None = None) -> str:
     """
     if which is not None:
         fp32, ours = fp32.of(which), ours.of(which)
-    if not bool(torch.isfinite(fp32.end).all()) or torch.equal(fp32.end.double(), ours.end.double()):
+    if not bool(torch.isfinite(fp32.end).all()) or torch.equal(in_fp64(fp32.end), in_fp64(ours.end)):
         return ""
     if not bool(torch.isfinite(ours.end).all()):
         return "is not finite after a few steps, but in fp32 it is"
     for begin, ours_begin in ((fp32.start, ours.start), (fp32.middle, ours.middle))[
         : 1 if which is None else 2
     ]:
-        moved, ours_moved = fp32.end.double() - begin.double(), ours.end.double() - ours_begin.double()
+        moved, ours_moved = in_fp64(fp32.end) - in_fp64(begin), in_fp64(ours.end) - in_fp64(ours_begin)
         square = float(moved.square().sum())
         if square == 0.0:
             continue

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core.casting.trees import to_device
+from castwise.core.devices import in_fp64
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import PRESETS, Plan
@@ -446,4 +447,4 @@ def _beyond_rounding(old: Tensor, update: Tensor, own: Tensor, dtype: torch.dtyp
 
 def _dot(one: Tensor, other: Tensor) -> float:
     one, other = (torch.view_as_real(t) if t.is_complex() else t for t in (one, other))
-    return float((one.double() * other.double()).sum())
+    return float((in_fp64(one) * in_fp64(other)).sum())

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors, tensors_in
+from castwise.core.devices import widest_dtype
 from castwise.core.plans.formats import FORMATS, LOW_DTYPES, Format
 from castwise.core.plans.plan import Plan
 from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
@@ -271,7 +272,7 @@ def _towards(wide: Tensor, low: Tensor, format: Format, converts: bool) -> Tenso
 
     With ``converts``, the numbers are converted to integers, so they move by at most half a unit.
     """
-    x, y = wide.double(), low.double()
+    x, y = (tensor.to(widest_dtype(tensor.device)) for tensor in (wide, low))
     finite = torch.isfinite(x) & torch.isfinite(y)
     if not bool(finite.any()):
         return wide

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core import _torch
+from castwise.core.devices import widest_dtype
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.lab.passes.observers import Args, Kwargs, Observer, Run
 
@@ -95,7 +96,8 @@ def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Te
         end = given.get("high", given.get("to"))
         if end is None:  # random_(): up to the last integer before which all are exact
             return (
-                drawn.double() * ((2 / torch.finfo(dtype).eps + 1) / (2 / torch.finfo(drawn.dtype).eps + 1))
+                drawn.to(widest_dtype(drawn.device))
+                * ((2 / torch.finfo(dtype).eps + 1) / (2 / torch.finfo(drawn.dtype).eps + 1))
             ).floor()
         return drawn.clamp_max(float(_below(float(end), dtype)))
     if name.startswith("uniform") or name in ("rand", "rand_like"):

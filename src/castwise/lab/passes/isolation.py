@@ -7,13 +7,13 @@ import contextlib
 import copy
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
+from castwise.core.casting import frames
 from castwise.core.parallel.whole import is_cut, whole_copy
 from castwise.core.ranks.pieces import is_dtensor
 from castwise.core.session.process import put_settings, settings
@@ -65,14 +65,6 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _accelerators() -> list[Any]:
-    return [
-        module
-        for name in ("cuda", "xpu")
-        if (module := getattr(torch, name, None)) is not None and module.is_available()
-    ]
-
-
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Run a block with gradients enabled and autocast off, and afterwards restore what an experiment may change.
@@ -83,17 +75,12 @@ def undisturbed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
-        for module in _accelerators():
-            stack.callback(module.set_rng_state_all, module.get_rng_state_all())
-        if torch.backends.mps.is_available():
-            stack.callback(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        stack.enter_context(devices.same_random_numbers([devices.accelerator() or "cpu"]))
         stack.callback(put_settings, settings())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda", "xpu", "mps"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in devices.autocast_types():
+            stack.enter_context(frames.suspended(device))
         yield
 
 

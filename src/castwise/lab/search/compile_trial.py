@@ -39,6 +39,7 @@ from torch import Tensor
 
 from castwise.core import _torch
 from castwise.core.casting.trees import to_device
+from castwise.core.devices import in_fp64
 from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.plan import Plan
 from castwise.errors import sentence
@@ -240,9 +241,9 @@ def _difference(
             if not all(bool(torch.isfinite(one).all()) for one in (mine, beside[0])):
                 continue  # the loss scale is too high, or just at the limit: there is nothing to compare
             for found, one in zip((moved, error), beside, strict=True):
-                d = float((one - mine).double().square().sum())
+                d = float(in_fp64(one - mine).square().sum())
                 found[name] = found.get(name, 0.0) + (d if math.isfinite(d) else math.inf)
-            signal[name] = signal.get(name, 0.0) + float(mine.double().square().sum())
+            signal[name] = signal.get(name, 0.0) + float(in_fp64(mine).square().sum())
     if not signal:
         return math.nan, ""
     over = _over(signal, moved, error, coarsest)

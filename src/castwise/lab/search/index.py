@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.casting.trees import map_tensors, to_device
+from castwise.core.devices import in_fp64
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import read_json
 from castwise.lab.parity.probes import as_real
@@ -97,7 +98,7 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
                 loss = workload.loss(model, batch)
             loss.backward()
             gradients = [_torch.tensors.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
-            norm = math.sqrt(sum(float(as_real(gradient).double().square().sum()) for gradient in gradients))
+            norm = math.sqrt(sum(float(in_fp64(as_real(gradient)).square().sum()) for gradient in gradients))
             said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
             said = re.sub(r" at 0x[0-9a-f]+", "", said)  # remove memory addresses
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from castwise.core import devices
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -91,8 +93,8 @@ def cpuinfo() -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type in ("cuda", "xpu"):
-        return str(getattr(torch, device.type).get_device_name(device))
+    if device.type != "cpu":
+        return devices.name_of(device)
     if match := re.search(r"^model name\s*:\s*(.+)$", cpuinfo(), re.MULTILINE):
         return match.group(1).strip()
     return platform.processor() or platform.machine()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
+from castwise.core import devices
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
 from castwise.lab.timing import stats
@@ -115,8 +116,7 @@ def profile_steps(
         WorkloadError: The batches end, or the loss is not a scalar.
         NonFiniteError: The loss of the first step is not finite.
     """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with devices.same_random_numbers([device.type]):
         model = build_model(workload, device, seed).train()
         widen_(model)
         optimizer = make_optimizer(workload, model.parameters())
@@ -149,7 +149,7 @@ def profile_steps(
     step = stats.summarise(taken)
     operators, total_s = _operators(profiler, device)
     share = stats.quantile([d / (d + s) for d, s in zip(data, taken, strict=True)], 0.5)
-    busy = min(1.0, total_s / step.median_s) if _has_device_times(device) else None
+    busy = min(1.0, total_s / step.median_s) if devices.profiler_activity(device.type) else None
     return StepProfile(
         step, stats.summarise(data), share, operators, _launches(profiler) / PROFILED, _launch_s(), busy
     )
@@ -170,17 +170,12 @@ def _step(
 # --- operators ----------------------------------------------------------------------------------------------
 
 
-def _has_device_times(device: torch.device) -> bool:
-    return device.type in ("cuda", "xpu")
-
-
 @contextmanager
 def _profiled(device: torch.device) -> Iterator[Any]:
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU]
-    if _has_device_times(device):
-        activities.append(getattr(ProfilerActivity, device.type.upper()))
+    own = devices.profiler_activity(device.type)
+    activities = [ProfilerActivity.CPU] if own is None else [ProfilerActivity.CPU, own]
     profiler = profile(activities=activities, record_shapes=True, acc_events=True)
     with _quiet():
         profiler.start()
@@ -251,7 +246,7 @@ def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime,
     Times are those of the operator itself, without operators that it calls. They are device times if the profiler has them.
     """
     taken: dict[tuple[str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
-    on_device = _has_device_times(device)
+    on_device = devices.profiler_activity(device.type) is not None
     for event in profiler.events():
         if not _is_operator(event.name):
             continue

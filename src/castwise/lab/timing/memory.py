@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise.core import devices
 from castwise.core.plans.plan import Plan
 from castwise.errors import CastwiseError, WorkloadError, told
 from castwise.lab.timing.processes import FORKS, Home, Process, delivered, received
@@ -134,19 +135,19 @@ def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.de
     gc.collect()
     if device.type == "cpu":
         return _cpu_peak_bytes(build)
-    try:
-        torch.accelerator.empty_cache()
-        before = torch.accelerator.memory_allocated(device)
-    except (RuntimeError, NotImplementedError):  # MPS has no such statistics
+    statistics = devices.memory_statistics(device)
+    if statistics is None:
         return None
+    devices.empty_cache(device)
+    before = int(statistics.memory_allocated(device))
     with contextlib.closing(build()) as run:
         run.block(_WARMUP)
         gc.collect()
         synchronize(device)
-        torch.accelerator.reset_peak_memory_stats(device)
+        statistics.reset_peak_memory_stats(device)
         run.block(1)
         synchronize(device)
-        return int(torch.accelerator.max_memory_allocated(device)) - before
+        return int(statistics.max_memory_allocated(device)) - before
 
 
 def _cpu_peak_bytes(build: Callable[[], TrainingRun | InferenceRun]) -> int:

@@ -78,9 +78,6 @@ def variants(device_type: str) -> tuple[tuple[Variant, ...], tuple[tuple[Variant
     can: list[Variant] = []
     cannot: list[tuple[Variant, str]] = []
     for variant in VARIANTS:
-        if device_type in ("xpu", "mps") and variant.inside in ("tf32", "bf16"):
-            cannot.append((variant, f"torch has no such setting on {device_type}"))
-            continue
         try:
             # a CPU without bf16 instructions still computes in bf16; the measurement shows how slowly
             if not (device_type == "cpu" and variant.dtype.itemsize == 2):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import store_, widen_, widen_for
 from castwise.core.plans.plan import Plan
@@ -68,20 +68,18 @@ class _RandomState:
     """One run's own state of torch's random generators, so that dropout draws the same whatever other runs draw in between."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self._modules: list[tuple[Any, tuple[torch.device, ...]]] = [(torch, ())]
-        if device.type != "cpu":
-            self._modules.append((torch.get_device_module(device), () if device.type == "mps" else (device,)))
+        self._generators = [devices.generator(where) for where in {torch.device("cpu"), device}]
         with self.in_force():
             torch.manual_seed(seed)
             self._mine = self._get()
         self._outer: list[torch.Tensor] | None = None
 
     def _get(self) -> list[torch.Tensor]:
-        return [module.get_rng_state(*where) for module, where in self._modules]
+        return [get() for get, _ in self._generators]
 
     def _set(self, states: list[torch.Tensor]) -> None:
-        for (module, where), state in zip(self._modules, states, strict=True):
-            module.set_rng_state(state, *where)
+        for (_, put), state in zip(self._generators, states, strict=True):
+            put(state)
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.casting.trees import tensors_in
 from castwise.core.checkpoint.contents import random_states, set_random_states
 from castwise.core.session import Amp
@@ -71,9 +71,7 @@ def set_generators(states: Mapping[str, Any]) -> None:
         kind, keys, position, has_gauss, gauss = states["numpy"]
         np.random.set_state((kind, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
         set_random_states({
-            kind: state
-            for kind, state in states["torch"].items()
-            if kind == "cpu" or torch.get_device_module(kind).is_available()
+            kind: state for kind, state in states["torch"].items() if devices.is_available(kind)
         })
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise ValueError(f"a random generator rejected its state: {error}") from None

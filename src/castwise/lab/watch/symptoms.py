@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from castwise.core.devices import widest_dtype
 from castwise.core.ranks import Ranks
 from castwise.core.scaler import StepResult
 from castwise.core.session.amp import Amp, SessionView
@@ -26,7 +27,7 @@ def summed(amp: Amp, ranks: Ranks, *numbers: float) -> list[float]:
     if ranks.size == 1:
         return list(numbers)
     kind = amp.device_type
-    told = torch.tensor(numbers, dtype=torch.float32 if kind == "mps" else torch.float64, device=kind)
+    told = torch.tensor(numbers, dtype=widest_dtype(torch.device(kind)), device=kind)
     torch.distributed.all_reduce(told, group=ranks.group)
     return [float(one) for one in told.tolist()]
 

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.casting import frames, kernels
 from castwise.core.casting.context import override_rows
 from castwise.core.casting.frames import Frame
@@ -95,11 +95,7 @@ def _in_force(frame: Frame) -> Iterator[None]:
     Warnings are ignored inside, and the states of the random number generators are restored at the end.
     """
     with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
-        if frame.device_type != "cpu":
-            home = torch.get_device_module(frame.device_type)
-            every = "_all" if hasattr(home, "get_rng_state_all") else ""
-            stack.callback(getattr(home, f"set_rng_state{every}"), getattr(home, f"get_rng_state{every}")())
+        stack.enter_context(devices.same_random_numbers([frame.device_type]))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if frame.rows:

@@ -1,0 +1,133 @@
+"""The one place where torch is asked what a device has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from castwise.core import _torch, devices
+
+
+def _alone(code: str) -> str:
+    """Run code in a process of its own, since a device can be renamed once per process; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+BACKEND = """
+    import types, torch, castwise
+    from castwise.core import devices
+    from castwise.errors import CastwiseError
+
+    assert not devices.has_autocast("npu") and devices.type_of("npu") is None
+    torch.utils.rename_privateuse1_backend("npu")
+    npu = types.ModuleType("torch.npu")
+    npu.is_available, npu.device_count = lambda: True, lambda: 2
+    npu.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    torch._register_device_module("npu", npu)
+
+    def refused(call):
+        try:
+            call()
+        except CastwiseError as error:
+            return str(error)
+        raise AssertionError("accepted")
+"""
+
+
+def test_only_names_of_devices_are_device_types() -> None:
+    for name in ("cpu", "cuda", "xpu", "mps"):
+        assert devices.has_autocast(name)
+        assert name in devices.autocast_types()
+    for other in ("meta", "cuda:0", "nn", "bf16-mixed", "", 0, None, torch.bfloat16):
+        assert not devices.has_autocast(other)
+
+
+def test_the_cpu_has_what_castwise_uses() -> None:
+    found = devices.features(torch.device("cpu"))
+    assert {"autocast kernels", "bf16", "fp16", "fp64", "fused Adam", "fused SGD", "random generators"} <= {
+        *found.has
+    }
+    assert found.count == 1
+    assert devices.widest_dtype(torch.device("cpu")) is torch.float64
+
+
+def test_fused_kernels_are_those_that_torch_has_registered() -> None:
+    kernels = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+    assert all(devices.has_fused(kernel, "cpu") for kernel in kernels)
+    assert not any(devices.has_fused(kernel, "meta") for kernel in kernels)  # has shapes, and no numbers
+    assert not devices.has_fused("_fused_adagrad_", "cuda")
+
+
+def test_random_numbers_are_restored() -> None:
+    torch.manual_seed(3)
+    with devices.same_random_numbers(["cpu"]):
+        inside = torch.rand(4)
+    assert torch.equal(torch.rand(4), inside)
+
+
+def test_numbers_for_guards_are_kept_where_no_device_is() -> None:
+    spare = _torch.dynamo._spare_devices()
+    assert len(spare) == 3
+    assert not {*spare} & {*devices.autocast_types()}
+
+
+def test_a_device_that_an_extension_brings_is_found_by_its_name() -> None:
+    _alone(
+        BACKEND
+        + """
+    assert devices.accelerator() == "npu" and devices.choices() == "cpu or npu, or npu:0 to npu:1"
+    assert devices.type_of("privateuseone:1") == "npu" and "npu" in devices.autocast_types()
+    assert devices.low_dtypes("npu") == (torch.bfloat16,) and not devices.casts("npu")
+    assert castwise.Amp("fp32", device="privateuseone").device_type == "npu"
+    assert castwise.Amp("bf16-true").device_type == "npu"
+    assert castwise.autocast("bf16", device_type="npu:1").device == "npu"
+    """
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("castwise.Amp('bf16-mixed', device='npu')", "torch has no autocast kernels for npu devices, so nothing would be cast"),
+        ("castwise.Amp('fp16-true', device='npu')", "npu (npu) does not compute in fp16; use a plan in bf16"),
+        ("castwise.Amp('fp32', device='npu:2')", "there are only 2, counted from 0; use a lower index"),
+        ("castwise.Amp('fp32', device='tpu')", "torch knows no such device here; allowed: cpu or npu, or npu:0 to npu:1"),
+        ("castwise.bench('sine', ['fp32'], device='npu:5')", "there are only 2"),
+        ("castwise.Amp('tf32', device='npu')", "this npu device has no TF32"),
+    ],
+)  # fmt: skip
+def test_what_a_device_lacks_is_said_in_one_sentence(call: str, sentence: str) -> None:
+    said = _alone(f"{BACKEND}\n    print(refused(lambda: {call}))")
+    assert sentence in said
+    assert "\n" not in said
+
+
+def test_a_build_without_the_compiler_is_said_in_one_sentence() -> None:
+    said = _alone(
+        """
+    import sys, torch, castwise
+    from castwise.errors import DeviceError
+
+    class Without:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("torch._dynamo"):
+                raise ImportError(f"No module named {name!r}")
+
+    sys.meta_path.insert(0, Without())
+    amp = castwise.Amp(castwise.Plan(compute="bf16", compile="default"), device="cpu")
+    try:
+        amp.prepare(torch.nn.Linear(2, 2))
+    except DeviceError as error:
+        print(error)
+    """
+    )
+    assert "torch.compile cannot compile for cpu here: this build of torch has no compiler" in said
+    assert said.endswith("use compile='as_given'")
