@@ -34,7 +34,7 @@ LIKELY, SURE, EARLY = 0.975, 0.97, 0.99
 """Two-sided confidence. ``LIKELY`` is for the claim that the chosen plan is within the margin, ``SURE`` for the claim that a
 simpler plan is slower, and ``EARLY`` for both claims after the fewest starts. Both are tested after every start; the resulting
 error rate is simulated."""
-STRICT = 0.995
+STRICT = 0.997
 """Confidence for the claim of ``LIKELY`` if plans do not vary alike: each plan is then known from its own starts alone."""
 ROUNDS = 8
 """Rounds of each start. Fewer rounds need more starts, and each start builds all models again. On a quiet machine more rounds

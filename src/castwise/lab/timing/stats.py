@@ -141,9 +141,9 @@ _T = {
         63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947, 2.921, 2.898,
         2.878, 2.861, 2.845,
     ),
-    0.995: (
-        127.321, 14.089, 7.453, 5.598, 4.773, 4.317, 4.029, 3.833, 3.690, 3.581, 3.497, 3.428, 3.372, 3.326, 3.286, 3.252, 3.222,
-        3.197, 3.174, 3.153,
+    0.997: (
+        212.205, 18.216, 8.891, 6.435, 5.376, 4.800, 4.442, 4.199, 4.024, 3.892, 3.789, 3.706, 3.639, 3.583, 3.535, 3.494, 3.459,
+        3.428, 3.401, 3.376,
     ),
 }  # fmt: skip
 """Two-sided quantiles of Student's t for 1, 2, ... degrees of freedom; for more degrees, the last quantile is used, which is
@@ -199,7 +199,7 @@ def restarts(
             With False, only the variance between the programs' own starts counts. That needs more starts, but also holds if starts
             vary more than the prior expects.
         strict: For a decision, which would be wrong if a noisy program looks quiet by chance: the coverage for pairs that do not vary
-            alike, one of the above or 0.995. A pair whose starts differ much (``STEADY``) then has an interval from 0 to infinity.
+            alike, one of the above or 0.997. A pair whose starts differ much (``STEADY``) then has an interval from 0 to infinity.
 
     Returns:
         The ratios by the indices of both programs. The interval is from 0 to infinity if two programs share no start.
