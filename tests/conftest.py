@@ -19,6 +19,7 @@ from castwise.commands.jobs.tune_result import TuneResult
 from castwise.core.plans.plan import Plan
 from castwise.lab.timing.processes import Home
 from tests import schemas
+from tests.here import DEVICE
 from tests.processes import forked_home
 from tests.soak import SOAKING, dealt
 
@@ -47,8 +48,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_cpp = pytest.mark.skip(
         reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"
     )
+    other_device = pytest.mark.skip(reason=f"is about CPUs, and these tests run on {DEVICE}")
+    no_sparse = pytest.mark.skip(reason="the simulated device has no sparse tensors")
     has_gpu, has_cpp = torch.cuda.is_available(), can_compile_cpp()
     for item in items:
+        if item.get_closest_marker("cpu") and DEVICE != "cpu":
+            item.add_marker(other_device)
+        if item.get_closest_marker("sparse") and DEVICE == "sim":
+            item.add_marker(no_sparse)
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
         if item.get_closest_marker("inductor") and not has_cpp:
@@ -61,7 +68,7 @@ def one_home() -> Iterator[Callable[[Home], socket.socket]]:
 
     What is yielded starts the interpreter.
     """
-    if torch.cuda.is_available():  # a fork of a process that has asked for the GPU cannot use it
+    if DEVICE != "cpu" or torch.cuda.is_available():  # a fork of a process that has used a device cannot
         yield Home.line
         return
     lines: list[socket.socket] = []
@@ -119,6 +126,6 @@ def nothing_old_is_met() -> None:
 def no_leftovers() -> Iterator[None]:
     """No test leaves autocast on, or another default dtype behind, for the tests after it."""
     yield
-    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    on = [device for device in ("cpu", "cuda", DEVICE) if torch.is_autocast_enabled(device)]
     assert not on, f"autocast is still on for {on} after the test"
     assert torch.get_default_dtype() is torch.float32

@@ -35,6 +35,7 @@ import castwise.commands.jobs.train
 import castwise.commands.jobs.tune
 import castwise.lab.workloads.gpt
 import castwise.report.train
+import tests.here
 from castwise.lab.workloads import digits
 
 digits.split()  # is read once, too

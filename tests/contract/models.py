@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name everyone knows
 
+from tests.here import DEVICE
+
 
 class Transformer(nn.Module):
     """torch's own encoder layer, with attention, norms and dropout off."""
@@ -74,7 +76,7 @@ class Case:
 
 def _classes(*shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
     def batch() -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(DEVICE).manual_seed(1)
         y = torch.randint(4, (16,), generator=generator)
         centres = torch.randn(4, *shape, generator=generator)
         return centres[y] + 0.3 * torch.randn(16, *shape, generator=generator), y

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import castwise
 from castwise.core.plans.plan import PRESETS
 from tests.contract.module_recipes import EXCEPTIONS, RECIPES, Recipe, covered, every_name
+from tests.here import DEVICE
 from tests.soak import SOAKING, each_value, every, pairs
 
 pytestmark = [
@@ -130,7 +131,7 @@ def by_castwise(recipe: Recipe, plan: castwise.Plan, compiler: str | None = None
     module = recipe.build()
     parameters = list(module.parameters())
     optimizer = torch.optim.SGD(parameters, RATE) if parameters else None
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(module, *([optimizer] if optimizer else []))
         run: Any = module
         if compiler is not None:
@@ -196,7 +197,7 @@ def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> R
         return value.to(dtype) if lower else value
 
     def run(*values: Any) -> Any:
-        with torch.autocast("cpu", dtype if dtype in _LOW else None, enabled=plan.autocasts):
+        with torch.autocast(DEVICE, dtype if dtype in _LOW else None, enabled=plan.autocasts):
             return widened(tensors(low(*[cast(value) for value in values])))
 
     inputs = recipe.feed()
@@ -375,7 +376,7 @@ def compiled_by_hand(recipe: Recipe, plan: castwise.Plan, backend: str) -> Run:
     module = recipe.build()
     torch._dynamo.reset()
     run = torch.compile(module, backend=backend)
-    with torch.autocast("cpu", _DTYPES[plan.compute] if plan.autocasts else None, enabled=plan.autocasts):
+    with torch.autocast(DEVICE, _DTYPES[plan.compute] if plan.autocasts else None, enabled=plan.autocasts):
         outputs = tensors(run(*recipe.feed()))
     loss = loss_of(widened(outputs))
     if loss is not None:
@@ -449,7 +450,7 @@ def test_state_of_every_module_holds(module: str, name: str) -> None:
         if not parameters:
             return
         optimizer = torch.optim.SGD(parameters, RATE)
-        with castwise.Amp(plan_of(name), device="cpu") as amp:
+        with castwise.Amp(plan_of(name), device=DEVICE) as amp:
             amp.prepare(net, optimizer)
             for number, (parameter, held) in enumerate(
                 zip(parameters, optimizer.param_groups[0]["params"], strict=True)

@@ -14,6 +14,7 @@ from castwise.core.casting import frames
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import DeviceError
 from tests.contract.models import CASES, Case
+from tests.here import DEVICE
 from tests.soak import each_value, every, pairs
 
 pytestmark = [
@@ -31,7 +32,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 4e-3}
 def start(case: Case, name: str) -> tuple[castwise.Amp, nn.Module, torch.optim.Optimizer]:
     model = case.build()
     optimizer = torch.optim.SGD(model.parameters(), case.rate, momentum=0.9)
-    amp = castwise.Amp(name, device="cpu")
+    amp = castwise.Amp(name, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
@@ -95,10 +96,10 @@ def test_save_and_load_continue_bit_for_bit(name: str, case: Case) -> None:
 def test_dtypes_and_state_are_restored_after_exceptions(name: str) -> None:
     case = CASES["mlp"]
     amp, model, _ = start(case, name)
-    before = torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    before = torch.is_autocast_enabled(DEVICE), torch.get_default_dtype()
     with pytest.raises(RuntimeError):
         model(torch.ones(3, 3))
-    assert (torch.is_autocast_enabled("cpu"), torch.get_default_dtype()) == before
+    assert (torch.is_autocast_enabled(DEVICE), torch.get_default_dtype()) == before
     assert frames.depth() == 0
     x, _ = case.batch()
     assert model(x).dtype is torch.float32
@@ -148,4 +149,4 @@ def test_a_checkpoint_of_any_plan_loads_into_any_other() -> None:
 )
 def test_tf32_is_refused_where_there_is_none() -> None:
     with pytest.raises(DeviceError, match="no TF32"):
-        castwise.Amp("tf32", device="cpu")
+        castwise.Amp("tf32", device=DEVICE)

@@ -12,20 +12,21 @@ import castwise
 from castwise import Plan
 from castwise.core.casting import AmbientAutocast
 from castwise.errors import BannedOperatorError, PlanError, StateError
+from tests.here import DEVICE
 
 O1 = Plan(compute="bf16", rules="apex")
 X = torch.ones(2, 2)
 
 
 def test_all_code_is_cast_until_it_is_left() -> None:
-    casts = AmbientAutocast(O1, "cpu")
+    casts = AmbientAutocast(O1, DEVICE)
     for _ in range(2):  # it can be entered again
         assert not casts.entered
         assert (X @ X).dtype is torch.float32
         casts.enter()
         assert casts.entered
         with pytest.raises(StateError, match="is already active on 'cpu'; leave it first"):
-            AmbientAutocast(O1, "cpu").enter()
+            AmbientAutocast(O1, DEVICE).enter()
         assert (X @ X).dtype is torch.bfloat16
         with casts.suspended():
             assert (X @ X).dtype is torch.float32
@@ -47,7 +48,7 @@ def test_the_backward_of_a_function_in_python_is_cast_too() -> None:
             return gradient
 
     weight = torch.ones(2, 2, requires_grad=True)
-    casts = AmbientAutocast(O1, "cpu")
+    casts = AmbientAutocast(O1, DEVICE)
     casts.enter()
     Identity.apply(weight).sum().backward()
     casts.leave()
@@ -61,7 +62,7 @@ def test_a_ban_says_what_the_library_says() -> None:
         ({"binary_cross_entropy": "use another"}, "^use another$"),
         (None, "under a plan that bans it"),
     ):
-        casts = AmbientAutocast(O1, "cpu", messages=messages)
+        casts = AmbientAutocast(O1, DEVICE, messages=messages)
         casts.enter()
         try:
             with pytest.raises(BannedOperatorError, match=said):
@@ -71,7 +72,7 @@ def test_a_ban_says_what_the_library_says() -> None:
 
 
 def test_it_is_left_where_it_was_entered() -> None:
-    casts, found = AmbientAutocast(O1, "cpu"), []
+    casts, found = AmbientAutocast(O1, DEVICE), []
 
     def leave() -> None:
         with pytest.raises(StateError, match="must end on the thread that began them") as error:
@@ -83,7 +84,7 @@ def test_it_is_left_where_it_was_entered() -> None:
     thread.start()
     thread.join()
     assert len(found) == 1
-    with castwise.autocast("bf16", device_type="cpu"):
+    with castwise.autocast("bf16", device_type=DEVICE):
         leave()
     assert casts.entered
     casts.leave()
@@ -93,4 +94,4 @@ def test_a_plan_that_casts_nothing_is_refused() -> None:
     with pytest.raises(
         PlanError, match="this plan casts no operators; give a plan whose compute is bf16 or fp16"
     ):
-        AmbientAutocast(Plan(compute="fp32"), "cpu")
+        AmbientAutocast(Plan(compute="fp32"), DEVICE)

@@ -12,6 +12,7 @@ from torch.nn import functional
 import castwise
 from castwise import Plan
 from castwise.errors import PlanError
+from tests.here import DEVICE
 
 UNFUSED = Plan(compute="bf16", ops={"scaled_dot_product_attention": "unfused"})
 CASES: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def tensors(groups: int = 1) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     shapes = [(2, 6, 9, 16)] + [(2, 6 // groups, 9, 16)] * 2
     return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
 

@@ -18,6 +18,7 @@ import castwise
 from castwise import Plan
 from castwise.core.casting import kernels
 from castwise.errors import BannedOperatorError, PlanError
+from tests.here import DEVICE
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 EXP_FP32 = Plan(compute="bf16", ops=[("exp", "fp32")])
@@ -44,9 +45,9 @@ def test_torch_spelling_gives_torch_results(dtype: torch.dtype) -> None:
             torch.cumsum(y, 0),
         ]
 
-    with torch.autocast("cpu", dtype=dtype):
+    with torch.autocast(DEVICE, dtype=dtype):
         want = program()
-    with castwise.autocast("cpu", dtype=dtype):
+    with castwise.autocast(DEVICE, dtype=dtype):
         got = program()
     for a, b in zip(got, want, strict=True):
         assert a.dtype is b.dtype
@@ -69,7 +70,7 @@ class Formats(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("device", "autocast"),
     [
-        ("cpu", partial(castwise.autocast, "bf16-mixed+rules=cuda", device_type="cpu")),
+        (DEVICE, partial(castwise.autocast, "bf16-mixed+rules=cuda", device_type=DEVICE)),
         pytest.param("cuda", partial(torch.autocast, "cuda", torch.bfloat16), marks=pytest.mark.gpu),
         pytest.param("cuda", partial(castwise.autocast, "bf16-mixed", device_type="cuda"), marks=pytest.mark.gpu),
     ],
@@ -89,13 +90,13 @@ def test_cross_entropy_on_a_gpu_rounds_its_log_softmax_to_the_format_of_the_logi
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
-        (("cpu",), {}),
-        ((), {"device_type": "cpu"}),
-        (("bf16",), {"device_type": "cpu"}),
-        (("bf16-mixed",), {"device_type": "cpu"}),
-        ((torch.bfloat16,), {"device_type": "cpu"}),
-        ((Plan(compute="bf16"),), {"device_type": "cpu"}),
-        (("cpu", torch.bfloat16, True, True), {}),
+        ((DEVICE,), {}),
+        ((), {"device_type": DEVICE}),
+        (("bf16",), {"device_type": DEVICE}),
+        (("bf16-mixed",), {"device_type": DEVICE}),
+        ((torch.bfloat16,), {"device_type": DEVICE}),
+        ((Plan(compute="bf16"),), {"device_type": DEVICE}),
+        ((DEVICE, torch.bfloat16, True, True), {}),
         (("cpu:0",), {}),
         ((torch.bfloat16,), {"device_type": "cpu:0"}),
     ],
@@ -107,32 +108,32 @@ def test_every_spelling_of_bf16(args: tuple[object, ...], kwargs: dict[str, obje
 
 def test_state_is_restored_after_nesting_and_exceptions() -> None:
     before = state()
-    region = castwise.autocast(EXP_FP32, device_type="cpu")
-    with pytest.raises(ZeroDivisionError), region, castwise.autocast("cpu", enabled=False), region:
+    region = castwise.autocast(EXP_FP32, device_type=DEVICE)
+    with pytest.raises(ZeroDivisionError), region, castwise.autocast(DEVICE, enabled=False), region:
         raise ZeroDivisionError
     assert state() == before
 
 
 def test_the_format_that_a_script_sets_is_used_and_what_it_sets_inside_ends_with_the_block() -> None:
     before = state()
-    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_dtype(DEVICE, torch.float16)
     try:
-        with castwise.autocast("cpu"), castwise.autocast(device_type="cpu"):
+        with castwise.autocast(DEVICE), castwise.autocast(device_type=DEVICE):
             assert (X @ X).dtype is torch.float16
     finally:
-        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        torch.set_autocast_dtype(DEVICE, torch.bfloat16)
     for outer in (castwise.autocast, torch.autocast):
-        with outer("cpu"):
+        with outer(DEVICE):
             assert (X @ X).dtype is torch.bfloat16
-            with castwise.autocast("cpu"):
-                torch.set_autocast_dtype("cpu", torch.float16)
-                torch.set_autocast_enabled("cpu", False)
+            with castwise.autocast(DEVICE):
+                torch.set_autocast_dtype(DEVICE, torch.float16)
+                torch.set_autocast_enabled(DEVICE, False)
             assert (X @ X).dtype is torch.bfloat16
     assert state() == before
 
 
 def test_an_instance_can_be_entered_again_while_active() -> None:
-    region = castwise.autocast("bf16", device_type="cpu")
+    region = castwise.autocast("bf16", device_type=DEVICE)
     with region:
         with region:
             assert (X @ X).dtype is torch.bfloat16
@@ -141,16 +142,16 @@ def test_an_instance_can_be_entered_again_while_active() -> None:
 
 
 def test_disabled_island() -> None:
-    with castwise.autocast("bf16", device_type="cpu"):
-        with castwise.autocast("cpu", enabled=False):
+    with castwise.autocast("bf16", device_type=DEVICE):
+        with castwise.autocast(DEVICE, enabled=False):
             assert (X @ X).dtype is torch.float32
-        with castwise.autocast("fp32", device_type="cpu"):
+        with castwise.autocast("fp32", device_type=DEVICE):
             assert (X @ X).dtype is torch.float32
         assert (X @ X).dtype is torch.bfloat16
 
 
 def test_decorator() -> None:
-    @castwise.autocast("bf16", device_type="cpu")
+    @castwise.autocast("bf16", device_type=DEVICE)
     def product(a: torch.Tensor) -> torch.Tensor:
         """Doc."""
         return a @ a
@@ -161,7 +162,7 @@ def test_decorator() -> None:
 
 
 def test_copies_and_pickles_mean_the_same() -> None:
-    region = castwise.autocast(EXP_FP32, device_type="cpu")
+    region = castwise.autocast(EXP_FP32, device_type=DEVICE)
     for other in (pickle.loads(pickle.dumps(region)), copy.deepcopy(region)):
         with other:
             assert torch.exp(X.bfloat16()).dtype is torch.float32
@@ -172,12 +173,12 @@ def test_copies_and_pickles_mean_the_same() -> None:
     [
         (("tpu-mixed",), {}, "tpu-mixed"),
         (("bf16",), {"device_type": "tpu"}, "cpu, cuda, xpu, mps"),
-        (("bf16-mixed", torch.float16), {"device_type": "cpu"}, "leave dtype out"),
-        (("cpu", torch.int8), {}, "int8"),
-        (("cpu",), {"device_type": "cuda"}, "two device types"),
-        (("cpu", torch.int8), {}, "In CPU autocast, but the target dtype is not supported"),
+        (("bf16-mixed", torch.float16), {"device_type": DEVICE}, "leave dtype out"),
+        ((DEVICE, torch.int8), {}, "int8"),
+        ((DEVICE,), {"device_type": "cuda"}, "two device types"),
+        ((DEVICE, torch.int8), {}, "In CPU autocast, but the target dtype is not supported"),
         (
-            ("cpu", torch.float64),
+            (DEVICE, torch.float64),
             {},
             "torch.autocast would warn and cast nothing; to cast nothing, give enabled=False",
         ),
@@ -200,11 +201,11 @@ def test_bad_calls_say_what_is_allowed(
 @pytest.mark.parametrize(
     "args",
     [
-        ("cpu",),
-        ("cpu", torch.bfloat16),
-        ("cpu", torch.float16, True, False),
-        ("cpu", torch.int8, False),
-        ("cpu", None, False),
+        (DEVICE,),
+        (DEVICE, torch.bfloat16),
+        (DEVICE, torch.float16, True, False),
+        (DEVICE, torch.int8, False),
+        (DEVICE, None, False),
         ("cuda", torch.bfloat16, False),
     ],
 )
@@ -213,15 +214,15 @@ def test_it_is_one_with_its_attributes(args: tuple[object, ...]) -> None:
     assert isinstance(ours, torch.autocast)
     for name in ("device", "fast_dtype", "_enabled", "_cache_enabled", "custom_backend_name"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    plan = castwise.autocast(EXP_FP32, device_type="cpu")
-    assert (plan.device, plan.fast_dtype, plan._enabled) == ("cpu", torch.bfloat16, True)
-    assert castwise.autocast("fp32", device_type="cpu")._enabled is False
+    plan = castwise.autocast(EXP_FP32, device_type=DEVICE)
+    assert (plan.device, plan.fast_dtype, plan._enabled) == (DEVICE, torch.bfloat16, True)
+    assert castwise.autocast("fp32", device_type=DEVICE)._enabled is False
 
 
 def test_only_functions_can_be_decorated() -> None:
     """As in torch, which refuses since 2.12."""
     said = []
-    for decorator in (torch.autocast("cpu"), castwise.autocast("cpu")):
+    for decorator in (torch.autocast(DEVICE), castwise.autocast(DEVICE)):
         try:
             decorator(3)
             said.append(None)
@@ -235,20 +236,20 @@ def test_only_functions_can_be_decorated() -> None:
 
 def test_override_holds_inside_and_only_inside() -> None:
     low = X.bfloat16()
-    native = castwise.autocast("bf16", device_type="cpu")
-    region = castwise.autocast(EXP_FP32, device_type="cpu")
-    assert "exp" in kernels.registered("cpu")
+    native = castwise.autocast("bf16", device_type=DEVICE)
+    region = castwise.autocast(EXP_FP32, device_type=DEVICE)
+    assert "exp" in kernels.registered(DEVICE)
     with region:
         assert torch.exp(low).dtype is torch.float32
         with native:
             assert torch.exp(low).dtype is torch.bfloat16
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             assert torch.exp(low).dtype is torch.bfloat16
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         assert torch.exp(low).dtype is torch.bfloat16
     assert torch.exp(low).dtype is torch.bfloat16
     del region
-    assert "exp" not in kernels.registered("cpu")
+    assert "exp" not in kernels.registered(DEVICE)
 
 
 def test_listed_operators_behave_as_torch_outside_a_live_plan() -> None:
@@ -260,10 +261,10 @@ def test_listed_operators_behave_as_torch_outside_a_live_plan() -> None:
         loss = torch.nn.functional.mse_loss(z, z * 0)
         return [y, z, loss, torch.cat([X, y]), torch.cumsum(y, 0), torch.nn.functional.softmax(y, -1)]
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         want = program()
-    region = castwise.autocast("O1", device_type="cpu")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    region = castwise.autocast("O1", device_type=DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         got = program()
     assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
     with region:
@@ -276,7 +277,7 @@ def test_every_rule_casts_as_it_says() -> None:
         compute="bf16",
         ops={"exp": "fp32", "softmax": "lower", "linear": "as_is", "add": "widest", "log": "banned"},
     )
-    with castwise.autocast(plan, device_type="cpu"):
+    with castwise.autocast(plan, device_type=DEVICE):
         assert torch.exp(low).dtype is torch.float32
         assert torch.softmax(wide, -1).dtype is torch.bfloat16
         assert torch.nn.functional.linear(wide, wide).dtype is torch.float32
@@ -290,18 +291,18 @@ def test_banned_operator_can_be_an_fp32_island() -> None:
     cuda = Plan(compute="bf16", rules="cuda")
     p, t = torch.full((3,), 0.5).bfloat16(), torch.ones(3).bfloat16()
     with (
-        castwise.autocast(cuda, device_type="cpu"),
+        castwise.autocast(cuda, device_type=DEVICE),
         pytest.raises(BannedOperatorError, match="binary_cross_entropy"),
     ):
         torch.nn.functional.binary_cross_entropy(p, t)
     with castwise.autocast(
-        Plan(compute="bf16", rules="cuda", ops={"binary_cross_entropy": "fp32"}), device_type="cpu"
+        Plan(compute="bf16", rules="cuda", ops={"binary_cross_entropy": "fp32"}), device_type=DEVICE
     ):
         assert torch.nn.functional.binary_cross_entropy(p, t).dtype is torch.float32
 
 
 def test_fp64_and_integers_are_left_alone() -> None:
-    with castwise.autocast(EXP_FP32, device_type="cpu"):
+    with castwise.autocast(EXP_FP32, device_type=DEVICE):
         assert torch.exp(X.double()).dtype is torch.float64
         assert torch.exp(torch.arange(3)).dtype is torch.float32
 
@@ -310,7 +311,7 @@ def test_custom_operator_follows_its_rule() -> None:
     lib = torch.library.Library("castwise_test", "FRAGMENT")
     lib.define("twice(Tensor x) -> Tensor")
     lib.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-    with castwise.autocast(Plan(compute="bf16", ops={"castwise_test::twice": "lower"}), device_type="cpu"):
+    with castwise.autocast(Plan(compute="bf16", ops={"castwise_test::twice": "lower"}), device_type=DEVICE):
         assert torch.ops.castwise_test.twice(X).dtype is torch.bfloat16
     assert torch.ops.castwise_test.twice(X).dtype is torch.float32
 
@@ -319,14 +320,14 @@ def test_tensors_given_by_name_alone_follow_the_rule_too() -> None:
     lib = torch.library.Library("castwise_test", "FRAGMENT")
     lib.define("times(Tensor x, *, Tensor by) -> Tensor")
     lib.impl("times", lambda x, *, by: x * by, "CompositeExplicitAutograd")
-    with castwise.autocast(Plan(compute="bf16", ops={"castwise_test::times": "lower"}), device_type="cpu"):
+    with castwise.autocast(Plan(compute="bf16", ops={"castwise_test::times": "lower"}), device_type=DEVICE):
         assert torch.ops.castwise_test.times(X, by=X).dtype is torch.bfloat16
 
 
 def test_gradients_flow_through_overrides() -> None:
     w = torch.nn.Parameter(X.clone())
     with castwise.autocast(
-        Plan(compute="bf16", ops={"layer_norm": "lower", "exp": "fp32"}), device_type="cpu"
+        Plan(compute="bf16", ops={"layer_norm": "lower", "exp": "fp32"}), device_type=DEVICE
     ):
         out = torch.exp(torch.nn.functional.layer_norm(w, (4,)))
     out.sum().backward()
@@ -337,7 +338,7 @@ def test_gradients_flow_through_overrides() -> None:
 
 def test_threads_are_independent() -> None:
     seen = {}
-    region = castwise.autocast(EXP_FP32, device_type="cpu")
+    region = castwise.autocast(EXP_FP32, device_type=DEVICE)
     inside, done = threading.Event(), threading.Event()
 
     def plain() -> None:
@@ -364,7 +365,7 @@ def test_threads_are_independent() -> None:
 @pytest.mark.parametrize("plan", ["bf16-mixed", Plan(compute="bf16", ops={"linear": "lower", "exp": "fp32"})])
 def test_cache_off_sees_weights_written_inside_the_region(plan: object) -> None:
     w = torch.nn.Parameter(X.clone())
-    with castwise.autocast(plan, device_type="cpu", cache_enabled=False):
+    with castwise.autocast(plan, device_type=DEVICE, cache_enabled=False):
         first = torch.nn.functional.linear(X, w)
         with torch.no_grad():
             w.mul_(2)
@@ -375,7 +376,7 @@ def test_cache_off_sees_weights_written_inside_the_region(plan: object) -> None:
 def test_the_documented_stale_case_is_real() -> None:
     """Weights written by hand inside an ambient region: the reason for ``cache_enabled=False``."""
     w = torch.nn.Parameter(X.clone())
-    with castwise.autocast("bf16", device_type="cpu"):
+    with castwise.autocast("bf16", device_type=DEVICE):
         first = torch.nn.functional.linear(X, w)
         with torch.no_grad():
             w.mul_(2)
@@ -384,16 +385,16 @@ def test_the_documented_stale_case_is_real() -> None:
 
 def test_a_region_in_another_format_does_not_get_the_first_ones_copy() -> None:
     w = torch.nn.Parameter(X.clone())
-    with castwise.autocast("bf16", device_type="cpu"):
+    with castwise.autocast("bf16", device_type=DEVICE):
         torch.nn.functional.linear(X, w)
-        with castwise.autocast("fp16", device_type="cpu"):
+        with castwise.autocast("fp16", device_type=DEVICE):
             assert torch.nn.functional.linear(X, w).dtype is torch.float16
         assert torch.nn.functional.linear(X, w).dtype is torch.bfloat16
 
 
 def test_override_cache_is_keyed_by_grad_mode_and_version() -> None:
     w = torch.nn.Parameter(X.clone())
-    with castwise.autocast(Plan(compute="bf16", ops={"layer_norm": "lower"}), device_type="cpu"):
+    with castwise.autocast(Plan(compute="bf16", ops={"layer_norm": "lower"}), device_type=DEVICE):
         with torch.no_grad():
             torch.nn.functional.layer_norm(X, (4,), w[0])
             torch.nn.functional.layer_norm(X, (4, 4), w)
@@ -410,7 +411,7 @@ def test_a_low_weight_has_a_copy_for_each_use_as_in_torch() -> None:
     """Of one copy for both, the gradients would meet in fp16."""
     w = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     x = torch.ones(4, dtype=torch.float16)
-    with castwise.autocast(Plan(compute="fp16", ops={"mul": "lower"}), device_type="cpu"):
+    with castwise.autocast(Plan(compute="fp16", ops={"mul": "lower"}), device_type=DEVICE):
         uses = [x * w, x * w]
     torch.autograd.backward(uses, [x * 40000.0] * 2)
     assert w.grad is not None

@@ -14,6 +14,7 @@ from castwise import Plan
 from castwise.core.devices import autocast_types
 from castwise.core.plans.rules import BASES, base_table
 from castwise.errors import BannedOperatorError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 LOW = torch.linspace(0.1, 0.9, 16).reshape(4, 4).bfloat16()
@@ -26,7 +27,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "renorm_": (2, 0, 1.0),
 }
 BANNED = sorted(
-    (base, op) for base in BASES for op, row in base_table(base, "cpu").items() if row.rule == "banned"
+    (base, op) for base in BASES for op, row in base_table(base, DEVICE).items() if row.rule == "banned"
 )
 
 
@@ -40,7 +41,7 @@ def call(op: str, value: torch.Tensor = LOW) -> torch.Tensor:
 @pytest.mark.parametrize(("base", "op"), BANNED)
 def test_what_a_ban_advises_is_a_plan_that_runs(base: str, op: str) -> None:
     with (
-        castwise.autocast(Plan(compute="bf16", rules=base), device_type="cpu"),
+        castwise.autocast(Plan(compute="bf16", rules=base), device_type=DEVICE),
         pytest.raises(BannedOperatorError) as raised,
     ):
         call(op)
@@ -49,11 +50,11 @@ def test_what_a_ban_advises_is_a_plan_that_runs(base: str, op: str) -> None:
     others = re.findall(r"other rules: (.*)\.", text)
     rules = others[0].split(", ") if others else []
     for ops in (ast.literal_eval(advised), *(((op, rule),) for rule in rules)):
-        with castwise.autocast(Plan(compute="bf16", rules=base, ops=ops), device_type="cpu"):
+        with castwise.autocast(Plan(compute="bf16", rules=base, ops=ops), device_type=DEVICE):
             assert torch.isfinite(call(op)).all()
     if op.endswith("_"):
         assert f"Call {op[:-1]!r} instead" in text
-        with castwise.autocast(Plan(compute="bf16", rules=base), device_type="cpu"):
+        with castwise.autocast(Plan(compute="bf16", rules=base), device_type=DEVICE):
             assert call(op[:-1] + "_", LOW.float()).dtype is torch.float32
 
 
@@ -73,7 +74,7 @@ MODES = {"grad": torch.enable_grad, "no grad": torch.no_grad, "inference": torch
 def test_operators_that_use_a_banned_one_inside_run(plan: Plan, mode: Any) -> None:
     x = LOW.clone().requires_grad_()
     truth = torch.logsumexp(LOW.double(), 0)
-    with mode(), castwise.autocast(plan, device_type="cpu"):
+    with mode(), castwise.autocast(plan, device_type=DEVICE):
         out = torch.logsumexp(x, 0)
         other = torch.logsumexp(x.double(), 0)
         with pytest.raises(BannedOperatorError, match=r"aten::exp_ .*Call 'exp' instead"):
@@ -90,5 +91,5 @@ def test_a_custom_operator_may_use_what_its_callers_may_not() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
         return x.clone().exp_()
 
-    with castwise.autocast(APEX, device_type="cpu"):
+    with castwise.autocast(APEX, device_type=DEVICE):
         assert inside(LOW).dtype is torch.bfloat16

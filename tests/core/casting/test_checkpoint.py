@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import castwise
 from castwise import Plan
+from tests.here import DEVICE
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 P = Plan(compute="bf16", ops={"exp": "fp32"})
@@ -28,12 +29,12 @@ class Piece:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_plain_backward_after_the_region(reentrant: bool) -> None:
     by_plan, native = Piece(), Piece()
-    region = castwise.autocast(P, device_type="cpu")
+    region = castwise.autocast(P, device_type=DEVICE)
     x = X.clone().requires_grad_()
     with set_checkpoint_early_stop(False):
         with region:
             loss = checkpoint(by_plan, x, use_reentrant=reentrant).sum()
-        with castwise.autocast("bf16", device_type="cpu"):
+        with castwise.autocast("bf16", device_type=DEVICE):
             other = checkpoint(native, x, use_reentrant=reentrant).float().sum()
         (loss + other).backward()
     assert by_plan.runs == [torch.float32, torch.float32]
@@ -43,8 +44,8 @@ def test_a_plain_backward_after_the_region(reentrant: bool) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_regions_inside_regions(reentrant: bool) -> None:
     outer, inner = Piece(), Piece()
-    p = castwise.autocast(P, device_type="cpu")
-    q = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type="cpu")
+    p = castwise.autocast(P, device_type=DEVICE)
+    q = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type=DEVICE)
     x = X.clone().requires_grad_()
     with set_checkpoint_early_stop(False):
         with p:
@@ -61,10 +62,10 @@ def test_a_backward_that_raised_leaves_no_region_behind() -> None:
         raise ZeroDivisionError
 
     model = torch.nn.Linear(4, 4)
-    with castwise.Amp(P, device="cpu") as amp:
+    with castwise.Amp(P, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         model.weight.register_hook(fail)
         with pytest.raises(ZeroDivisionError):
             amp.backward(model(X).sum())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             assert torch.exp(X @ X).dtype is torch.bfloat16

@@ -17,6 +17,7 @@ from castwise import Plan
 from castwise.core.casting import frames
 from castwise.core.casting.trees import cast_floating
 from tests.fresh import run_interpreter, run_python
+from tests.here import DEVICE
 from tests.soak import each_value, pairs
 
 pytestmark = [
@@ -61,7 +62,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_each_plan_gives_its_own_result_on_one_compiled_function(backend: str) -> None:
     compiled = torch.compile(function, fullgraph=True, backend=backend)
-    p, q = castwise.autocast(P, device_type="cpu"), castwise.autocast(Q, device_type="cpu")
+    p, q = castwise.autocast(P, device_type=DEVICE), castwise.autocast(Q, device_type=DEVICE)
     for _ in range(2):
         with p:
             assert compiled(X).dtype is torch.float32
@@ -74,7 +75,7 @@ def test_each_plan_gives_its_own_result_on_one_compiled_function(backend: str) -
 def test_region_inside_a_compiled_function() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with castwise.autocast("bf16-mixed+ops.exp=fp32", device_type="cpu"):
+        with castwise.autocast("bf16-mixed+ops.exp=fp32", device_type=DEVICE):
             y = x @ x
             z = torch.exp(y)
         return y, z, x @ x
@@ -103,7 +104,7 @@ PLANS = {
 )
 def test_prepared_module_compiles_as_it_runs(name: str, graph_break: bool, how: str) -> None:
     model, plan = Net(graph_break), PLANS[name]
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model)
     want = model(X)
     want.sum().backward()
@@ -125,7 +126,7 @@ def test_prepared_module_compiles_as_it_runs(name: str, graph_break: bool, how: 
         # Backward sums bf16 products in another order: a bf16 ulp (2**-8) or two of the largest gradient.
         torch.testing.assert_close(model.a.weight.grad, grad, rtol=0, atol=float(2**-6 * grad.abs().max()))
     assert frames.depth() == 0
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
     amp.close()
 
 
@@ -144,12 +145,12 @@ def test_second_process_on_the_same_cache_is_not_affected(
         x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).reshape(8, 8)
         def plan():
             import castwise
-            return castwise.autocast(castwise.Plan(compute="bf16", ops={"linear": "fp32"}), device_type="cpu")
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"linear": "fp32"}), device_type=DEVICE)
         def other():
             import castwise
-            return castwise.autocast(castwise.Plan(compute="bf16", ops={"log": "fp32"}), device_type="cpu")
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"log": "fp32"}), device_type=DEVICE)
         def plain():
-            return torch.autocast("cpu", dtype=torch.bfloat16)
+            return torch.autocast(DEVICE, dtype=torch.bfloat16)
         def run(make):
             f = torch.compile(lambda x: torch.nn.functional.linear(x, x))
             with make():
@@ -183,22 +184,22 @@ def test_second_process_on_the_same_cache_is_not_affected(
 
 def test_a_failed_trace_leaves_no_state() -> None:
     def bad(x: torch.Tensor) -> torch.Tensor:
-        with castwise.autocast("bf16", device_type="cpu"):
+        with castwise.autocast("bf16", device_type=DEVICE):
             y = x @ x
             torch._dynamo.graph_break()
             return y
 
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(bad, fullgraph=True, backend="aot_eager")(X)
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
     assert torch.compile(bad, backend="aot_eager")(X).dtype is torch.bfloat16  # without fullgraph it runs
 
 
 def test_guard_codes_are_dynamos_business_alone() -> None:
     """The number that Dynamo guards really changes its global guard, and goes away with the region."""
     guard = torch._C._dynamo.guards.GlobalStateGuard()
-    region = castwise.autocast(P, device_type="cpu")
-    other = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type="cpu")
+    region = castwise.autocast(P, device_type=DEVICE)
+    other = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type=DEVICE)
     with region:
         inside = torch._C._dynamo.guards.GlobalStateGuard()
         assert not guard.check()
@@ -210,7 +211,7 @@ def test_guard_codes_are_dynamos_business_alone() -> None:
 
 def test_a_plan_made_inside_a_compiled_function_is_carried_out() -> None:
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with castwise.autocast(Plan(compute="fp16", ops=(("exp", "fp32"),)), device_type="cpu"):
+        with castwise.autocast(Plan(compute="fp16", ops=(("exp", "fp32"),)), device_type=DEVICE):
             low = x @ x
             return low, torch.exp(low)
 
@@ -266,7 +267,7 @@ def ways(region: Any) -> dict[str, Any]:
 
     def mixed(x: torch.Tensor) -> list[torch.Tensor]:
         out = decorated(x)
-        with region, torch.autocast("cpu", enabled=False), region:
+        with region, torch.autocast(DEVICE, enabled=False), region:
             for _ in range(2):
                 out += [*decorated(x), x @ x]
         return [*out, x @ x]
@@ -290,7 +291,7 @@ OUTSIDE = {"override": P, "native": Q, "fp16": FP16, "fp32": "fp32"}
     ],
 )
 def test_a_region_made_outside_compiles_inside(way: str, name: str, backend: str) -> None:
-    run = ways(castwise.autocast(OUTSIDE[name], device_type="cpu"))[way]
+    run = ways(castwise.autocast(OUTSIDE[name], device_type=DEVICE))[way]
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     want = run(X)
     for _ in range(2):
@@ -298,12 +299,12 @@ def test_a_region_made_outside_compiles_inside(way: str, name: str, backend: str
         assert [t.dtype for t in got] == [t.dtype for t in want]
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
 
 
 def test_a_native_region_inside_an_override_and_the_reverse() -> None:
-    native, override = castwise.autocast(Q, device_type="cpu"), castwise.autocast(P, device_type="cpu")
-    by_torch = torch.autocast("cpu", dtype=torch.bfloat16)
+    native, override = castwise.autocast(Q, device_type=DEVICE), castwise.autocast(P, device_type=DEVICE)
+    by_torch = torch.autocast(DEVICE, dtype=torch.bfloat16)
 
     def nested(x: torch.Tensor) -> list[torch.Tensor]:
         low = x.bfloat16()
@@ -328,7 +329,7 @@ def test_subclasses_keep_their_overrides() -> None:
     class Mine(castwise.autocast):
         """Somebody's own."""
 
-    region = Mine(P, device_type="cpu")
+    region = Mine(P, device_type=DEVICE)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def inside(x: torch.Tensor) -> torch.Tensor:
@@ -339,16 +340,16 @@ def test_subclasses_keep_their_overrides() -> None:
 
 
 def test_another_instance_under_the_same_name_is_noticed() -> None:
-    model = Holder(castwise.autocast(P, device_type="cpu"))
+    model = Holder(castwise.autocast(P, device_type=DEVICE))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert compiled(X)[1].dtype is torch.float32
-    model.amp_ctx = castwise.autocast(Q, device_type="cpu")
+    model.amp_ctx = castwise.autocast(Q, device_type=DEVICE)
     assert compiled(X)[1].dtype is torch.bfloat16
 
 
 def test_a_native_region_is_in_the_graph_as_torchs_is() -> None:
     """As long as no plan that is alive asks for more."""
-    region, called = castwise.autocast(Q, device_type="cpu"), []
+    region, called = castwise.autocast(Q, device_type=DEVICE), []
 
     def look(graph: torch.fx.GraphModule, _: object) -> Any:
         called.append({node.target for node in graph.graph.nodes})
@@ -359,14 +360,14 @@ def test_a_native_region_is_in_the_graph_as_torchs_is() -> None:
             return x @ x
 
     torch.compile(inside, backend=look)(X)
-    override = castwise.autocast(P, device_type="cpu")
+    override = castwise.autocast(P, device_type=DEVICE)
     torch.compile(lambda x: inside(x) + 1, backend=look)(X)
     del override
     assert [torch.amp.autocast_mode._enter_autocast in targets for targets in called] == [True, False]
 
 
 def test_a_graph_break_inside_a_native_region_is_as_in_torch() -> None:
-    region = castwise.autocast(Q, device_type="cpu")
+    region = castwise.autocast(Q, device_type=DEVICE)
 
     def breaks(x: torch.Tensor) -> torch.Tensor:
         with region:
@@ -387,7 +388,7 @@ def test_a_graph_break_inside_a_native_region_is_as_in_torch() -> None:
 def test_a_native_region_that_is_made_before_dynamo_is_loaded(tmp_path: Path) -> None:
     code = """
         import sys, torch, castwise
-        region = castwise.autocast("bf16", device_type="cpu")
+        region = castwise.autocast("bf16", device_type=DEVICE)
         assert "torch._dynamo" not in sys.modules
         def run(x):
             with region, region:

@@ -18,6 +18,7 @@ from castwise.core.casting import frames, kernels
 from castwise.core.casting.backward import current_frame
 from castwise.core.casting.frames import Frame
 from castwise.errors import StateError
+from tests.here import DEVICE
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 EXP = Plan(compute="bf16", ops={"exp": "fp32"})
@@ -82,8 +83,8 @@ FRAMES = {"native": None, "override": EXP}
 
 def frame(plan: Plan | None = EXP) -> Frame:
     if plan is None:
-        return kernels.frame_of("cpu", torch.bfloat16)
-    return castwise.autocast(plan, device_type="cpu")._frame
+        return kernels.frame_of(DEVICE, torch.bfloat16)
+    return castwise.autocast(plan, device_type=DEVICE)._frame
 
 
 INTERRUPTS = [KeyboardInterrupt(), SystemExit(1), asyncio.CancelledError(), ZeroDivisionError()]
@@ -103,7 +104,7 @@ def test_an_interrupted_forward_ends_where_the_next_begins(error: BaseException,
         assert whole(X) == 1
     with pytest.raises(type(error)):
         broken(X)
-    with castwise.autocast("bf16", device_type="cpu"):
+    with castwise.autocast("bf16", device_type=DEVICE):
         assert frames.depth() == 1
     assert [h.seen for h in hooks] == [[1] * 3, [2] * 3]
 
@@ -112,7 +113,7 @@ def test_an_interrupted_forward_ends_where_the_next_begins(error: BaseException,
 def test_an_interrupted_forward_of_a_prepared_model(plan: Any) -> None:
     failing = Model(lambda x: x)
     model = nn.Sequential(nn.Linear(4, 4), failing)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     want = model(X)
     failing.inner = raising(KeyboardInterrupt())
@@ -132,7 +133,7 @@ def test_an_interrupt_that_forward_itself_catches() -> None:
     def catching(x: torch.Tensor) -> tuple[torch.dtype, int]:
         with pytest.raises(KeyboardInterrupt):
             inner(x)
-        with castwise.autocast("cpu", enabled=False):
+        with castwise.autocast(DEVICE, enabled=False):
             return (x @ x).dtype, frames.depth()
 
     model = Model(catching)
@@ -148,7 +149,7 @@ def test_a_hook_that_raises_before_a_call_from_within_has_entered(first: bool, c
     class Calls(nn.Linear):
         def step(self, x: torch.Tensor) -> torch.dtype:
             with (
-                torch.autocast("cpu", torch.float16),
+                torch.autocast(DEVICE, torch.float16),
                 contextlib.suppress(ValueError if caught else KeyError),
             ):
                 self(x)
@@ -160,7 +161,7 @@ def test_a_hook_that_raises_before_a_call_from_within_has_entered(first: bool, c
     model = Calls(4, 4)
     if first:
         model.register_forward_pre_hook(raises)
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(model, methods=("step",))
         if not first:
             model.register_forward_pre_hook(raises)
@@ -169,14 +170,14 @@ def test_a_hook_that_raises_before_a_call_from_within_has_entered(first: bool, c
         else:
             with pytest.raises(ValueError, match="mine"):
                 model.step(torch.ones(4, 4))
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(DEVICE)
         assert frames.depth() == 0
 
 
 def test_an_interrupt_inside_a_region_ends_with_the_region() -> None:
     broken = Model(raising(KeyboardInterrupt()))
     Hooks(broken, frame())
-    with pytest.raises(KeyboardInterrupt), castwise.autocast(EXP, device_type="cpu"):
+    with pytest.raises(KeyboardInterrupt), castwise.autocast(EXP, device_type=DEVICE):
         broken(X)
     assert frames.depth() == 0
 
@@ -186,7 +187,7 @@ def test_a_forward_inside_a_forward_is_not_taken_for_interrupted() -> None:
     Hooks(inner, frame(None))
 
     def around(x: torch.Tensor) -> Any:
-        with castwise.autocast("cpu", enabled=False):
+        with castwise.autocast(DEVICE, enabled=False):
             assert (x @ x).dtype is torch.float32
             return inner(x), (x @ x).dtype, frames.depth()
 
@@ -203,7 +204,7 @@ def test_a_thread_that_was_interrupted_leaves_the_others_alone() -> None:
         with pytest.raises(SystemExit):
             broken(X)
 
-    with castwise.autocast(EXP, device_type="cpu"):
+    with castwise.autocast(EXP, device_type=DEVICE):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -216,18 +217,18 @@ def test_a_push_that_fails_half_way_changes_nothing(monkeypatch: pytest.MonkeyPa
         if code:
             raise KeyboardInterrupt
 
-    with castwise.autocast("fp16", device_type="cpu", cache_enabled=False):
+    with castwise.autocast("fp16", device_type=DEVICE, cache_enabled=False):
         before = state()
         monkeypatch.setattr(frames._torch.dynamo, "set_guard_code", failing)
-        with pytest.raises(KeyboardInterrupt), castwise.autocast(EXP, device_type="cpu"):
+        with pytest.raises(KeyboardInterrupt), castwise.autocast(EXP, device_type=DEVICE):
             raise AssertionError("never entered")
         assert state() == before
         assert (X @ X).dtype is torch.float16
 
 
 def test_regions_may_be_left_in_another_order() -> None:
-    a = castwise.autocast(EXP, device_type="cpu")
-    b = castwise.autocast("fp16", device_type="cpu")
+    a = castwise.autocast(EXP, device_type=DEVICE)
+    b = castwise.autocast("fp16", device_type=DEVICE)
     a.__enter__()
     b.__enter__()
     a.__exit__(None, None, None)
@@ -240,20 +241,20 @@ def test_regions_may_be_left_in_another_order() -> None:
 
 def test_a_generator_that_ends_inside_a_region_of_another_device() -> None:
     def generator() -> Iterator[int]:
-        with castwise.autocast("fp16", device_type="cpu"):
+        with castwise.autocast("fp16", device_type=DEVICE):
             yield 1
 
     running = generator()
     next(running)
     with castwise.autocast("fp16", device_type="cuda"):
         running.close()
-        assert not torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert not torch.is_autocast_enabled(DEVICE)
+        assert torch.get_autocast_dtype(DEVICE) is torch.bfloat16
         assert torch.is_autocast_enabled("cuda")
 
 
 def test_a_region_that_was_never_entered_here() -> None:
-    region = castwise.autocast("bf16", device_type="cpu")
+    region = castwise.autocast("bf16", device_type=DEVICE)
     with pytest.raises(StateError, match="on another thread than the one that entered it"):
         region.__exit__(None, None, None)
     with region:

@@ -11,9 +11,10 @@ import torch
 
 import castwise
 from castwise.errors import StateError
+from tests.here import DEVICE
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
-BF16 = {"plan": "bf16", "device_type": "cpu"}
+BF16 = {"plan": "bf16", "device_type": DEVICE}
 
 
 def test_lower_function_casts_and_turns_autocast_off_inside() -> None:
@@ -21,12 +22,12 @@ def test_lower_function_casts_and_turns_autocast_off_inside() -> None:
 
     @castwise.lower_function
     def user(a: torch.Tensor, *, b: dict[str, torch.Tensor]) -> torch.Tensor:
-        seen["in"] = (a.dtype, b["x"].dtype, torch.is_autocast_enabled("cpu"))
+        seen["in"] = (a.dtype, b["x"].dtype, torch.is_autocast_enabled(DEVICE))
         return a + b["x"]
 
     with castwise.autocast(**BF16):
         assert user(X, b={"x": X}).dtype is torch.bfloat16
-        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled(DEVICE)
     assert seen["in"] == (torch.bfloat16, torch.bfloat16, False)
     assert user(X, b={"x": X}).dtype is torch.float32
 
@@ -87,24 +88,28 @@ def make(style: str, cast_inputs: torch.dtype | None, seen: dict[str, Any]) -> t
     """A matrix product as a custom function, in one of the two styles."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen["forward"] = (a.dtype, torch.is_autocast_enabled("cpu"))
+        seen["forward"] = (a.dtype, torch.is_autocast_enabled(DEVICE))
         return a @ b
 
     def pull_back(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = ctx.saved_tensors
-        seen["backward"] = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), (X @ X).dtype)
+        seen["backward"] = (
+            torch.is_autocast_enabled(DEVICE),
+            torch.get_autocast_dtype(DEVICE),
+            (X @ X).dtype,
+        )
         return (g @ b.t()).to(a.dtype), (a.t() @ g).to(b.dtype)
 
     if style == "ctx":
 
         class WithContext(torch.autograd.Function):
             @staticmethod
-            @castwise.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+            @castwise.custom_fwd(device_type=DEVICE, cast_inputs=cast_inputs)
             def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
                 ctx.save_for_backward(a, b)
                 return product(a, b)
 
-            backward = staticmethod(castwise.custom_bwd(pull_back, device_type="cpu"))
+            backward = staticmethod(castwise.custom_bwd(pull_back, device_type=DEVICE))
 
         return WithContext
 
@@ -128,7 +133,7 @@ def test_backward_runs_in_forwards_dtype(style: str) -> None:
     seen: dict[str, Any] = {}
     function = make(style, None, seen)
     a, b = X.clone().requires_grad_(), X.clone().requires_grad_()
-    with castwise.autocast("fp16", device_type="cpu"):
+    with castwise.autocast("fp16", device_type=DEVICE):
         out = function.apply(a, b)
     out.sum().backward()
     assert out.dtype is torch.float16
@@ -136,10 +141,10 @@ def test_backward_runs_in_forwards_dtype(style: str) -> None:
     a.grad = b.grad = None
     function.apply(a, b).sum().backward()
     assert seen["backward"][0] is False
-    with castwise.autocast("bf16", device_type="cpu"):
+    with castwise.autocast("bf16", device_type=DEVICE):
         loss = function.apply(a, b).sum()
         assert seen["forward"][1]
-    with castwise.autocast("fp16", device_type="cpu"):
+    with castwise.autocast("fp16", device_type=DEVICE):
         loss.backward()  # whatever is in force around backward
     assert seen["backward"][1] is torch.bfloat16
 
@@ -207,7 +212,7 @@ def test_threads_that_share_a_function_do_not_mix_their_precision() -> None:
         for _ in range(300):
             seen: list[Any] = []
             a = X.clone().requires_grad_()
-            with castwise.autocast("cpu", dtype, device_type="cpu"):
+            with castwise.autocast(DEVICE, dtype, device_type=DEVICE):
                 out = Recording.apply(a, seen, None)
             out.sum().backward()
             wrong += [got for got in seen if got is not dtype] or ([] if len(seen) == 1 else [len(seen)])
@@ -223,7 +228,7 @@ def test_a_function_inside_its_own_forward_and_after_an_exception() -> None:
 
     def nested(a: torch.Tensor) -> None:
         with torch.enable_grad():
-            with castwise.autocast("fp16", device_type="cpu"):
+            with castwise.autocast("fp16", device_type=DEVICE):
                 out = Recording.apply(a.detach().requires_grad_(), inner, None)
             out.sum().backward()
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from castwise import Amp
+from tests.here import DEVICE
 
 LINE = "bf16-mixed+ops.exp=fp32+regions.inner=fp32"
 SAME = f"{LINE}+regions.first=fp32"
@@ -60,7 +61,7 @@ def test_gradients_are_those_of_a_model_that_writes_nothing_in_place(what: str) 
         for module in model.modules():
             if isinstance(module, nn.ReLU):
                 module.inplace = in_place
-        with Amp(SAME, device="cpu") as amp:
+        with Amp(SAME, device=DEVICE) as amp:
             amp.backward(amp.prepare(model)(torch.linspace(-1, 1, 32).reshape(4, 8)).sum())
             found.append([p.grad for p in model.parameters()])
     for one, other in zip(*found, strict=True):
@@ -98,7 +99,7 @@ class Pieces(nn.Module):
 
 
 def test_what_is_written_to_is_made_again_in_its_own_format() -> None:
-    with Amp(LINE, device="cpu") as amp, set_checkpoint_early_stop(False):
+    with Amp(LINE, device=DEVICE) as amp, set_checkpoint_early_stop(False):
         model = amp.prepare(Pieces())
         amp.backward(model(torch.randn(4, 8, requires_grad=True)).sum())
         runs = [set(piece.runs) for piece in (model.before, model.inner, model.after)]

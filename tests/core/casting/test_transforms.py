@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import castwise
 from castwise import Plan
+from tests.here import DEVICE
 from tests.soak import each_value, pairs
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
@@ -91,7 +92,7 @@ def calls(model: nn.Module) -> Callable[..., Tensor]:
 
 def by_torch(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def inside(w: Tensor, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             return f(w, x)
 
     return inside
@@ -106,7 +107,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 @pytest.fixture
 def prepared(plan: Plan) -> Iterator[nn.Module]:
     model = Net()
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         yield model
 
@@ -128,7 +129,7 @@ def test_prepared_models(transform: Any, plan: Plan, prepared: nn.Module) -> Non
 @each_value()
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_regions(transform: Any, plan: Plan) -> None:
-    region = castwise.autocast(plan, device_type="cpu")
+    region = castwise.autocast(plan, device_type=DEVICE)
     f = calls(Net())
 
     def inside(w: Tensor, x: Tensor) -> Tensor:
@@ -173,8 +174,8 @@ def test_numbers_count_as_numbers(operation: Any, shape: tuple[int, ...], dtype:
     want = torch.stack([operation(x)] * 2)
     if dtype.is_floating_point:
         value, grad = func.vjp(operation, x)[0], func.grad(lambda t: operation(t).float().sum())(x)
-    region = castwise.autocast(Plan(compute="bf16", rules="apex"), device_type="cpu")
-    with torch.autocast("cpu", dtype=dtype if dtype in (torch.float16, torch.bfloat16) else None):
+    region = castwise.autocast(Plan(compute="bf16", rules="apex"), device_type=DEVICE)
+    with torch.autocast(DEVICE, dtype=dtype if dtype in (torch.float16, torch.bfloat16) else None):
         got = func.vmap(operation)(torch.stack([x, x]))
         assert got.dtype is want.dtype
         assert torch.equal(got, want)
@@ -185,11 +186,11 @@ def test_numbers_count_as_numbers(operation: Any, shape: tuple[int, ...], dtype:
 
 
 def test_numbers_come_first_too() -> None:
-    region = castwise.autocast(Plan(compute="bf16", ops={"sub": "fp32"}), device_type="cpu")
+    region = castwise.autocast(Plan(compute="bf16", ops={"sub": "fp32"}), device_type=DEVICE)
     for x in (X.bfloat16(), X[0, 0].bfloat16()):
         with region:
             assert torch.equal(1 - x, 1 - x.float())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             inside = 1 - x
         assert torch.equal(inside, 1 - x)
 
@@ -197,19 +198,19 @@ def test_numbers_come_first_too() -> None:
 def test_plans_for_two_devices_come_and_go_in_any_order() -> None:
     f = func.grad(lambda x: (x * 2).sum())
     rows = Plan(compute="bf16", ops={"mul": "fp32"})
-    one, two = castwise.autocast(rows, device_type="cpu"), castwise.autocast(rows, device_type="cuda")
+    one, two = castwise.autocast(rows, device_type=DEVICE), castwise.autocast(rows, device_type="cuda")
     with one:
         assert torch.equal(f(X), torch.full_like(X, 2))
     del one
     assert torch.equal(f(X), torch.full_like(X, 2))
-    with castwise.autocast(rows, device_type="cpu"):
+    with castwise.autocast(rows, device_type=DEVICE):
         del two
         assert torch.equal(f(X), torch.full_like(X, 2))
     assert torch.equal(f(X), torch.full_like(X, 2))
 
 
 def test_a_transform_compiles_under_a_plan() -> None:
-    region = castwise.autocast(PLANS["arithmetic"], device_type="cpu")
+    region = castwise.autocast(PLANS["arithmetic"], device_type=DEVICE)
     f = calls(Net())
 
     def run(w: Tensor) -> Tensor:
@@ -253,7 +254,7 @@ WITH_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_any_override_takes_numbers(name: str, rule: str) -> None:
     """Each operator overridden alone, so that no other override takes the numbers for it."""
     operation = WITH_NUMBERS[name]
-    region = castwise.autocast(Plan(compute="bf16", ops={name: rule}), device_type="cpu")
+    region = castwise.autocast(Plan(compute="bf16", ops={name: rule}), device_type=DEVICE)
 
     def plain(w: Tensor, x: Tensor) -> Tensor:
         return operation(w.abs() + 0.3 * x.abs() + 0.1).sum()
@@ -269,7 +270,7 @@ def test_any_override_takes_numbers(name: str, rule: str) -> None:
             assert got.isfinite().all()
         else:
             assert torch.equal(got, want)
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # where the plan is alive and not in force
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):  # where the plan is alive and not in force
             assert torch.equal(transform(plain, W), want)
     with region:
         low = operation(W.abs().bfloat16() + 0.1)
@@ -297,7 +298,7 @@ HELD: dict[str, tuple[dict[str, str], Callable[..., Tensor]]] = {
 def test_an_fp32_override_is_fp32_inside(
     ops: dict[str, str], f: Callable[..., Tensor], transform: Any
 ) -> None:
-    region = castwise.autocast(Plan(compute="bf16", ops=ops), device_type="cpu")
+    region = castwise.autocast(Plan(compute="bf16", ops=ops), device_type=DEVICE)
 
     def scalar(w: Tensor, x: Tensor) -> Tensor:
         with region:
@@ -311,7 +312,7 @@ def test_an_fp32_override_is_fp32_inside(
 
 
 def test_parts_of_what_is_taken_apart_are_fp32_on_every_level() -> None:
-    region = castwise.autocast(Plan(compute="bf16", ops={"bmm": "fp32"}), device_type="cpu")
+    region = castwise.autocast(Plan(compute="bf16", ops={"bmm": "fp32"}), device_type=DEVICE)
 
     def plain(w: Tensor, x: Tensor) -> Tensor:
         return torch.einsum("ij,jk->ik", x, w * 1.001).pow(2).sum()
@@ -358,7 +359,7 @@ SECOND_PLANS: dict[str, dict[str, str]] = {
     ],
 )
 def test_derivatives_of_any_order(function: str, ops: str, transform: str) -> None:
-    region = castwise.autocast(Plan(compute="bf16", ops=SECOND_PLANS[ops]), device_type="cpu")
+    region = castwise.autocast(Plan(compute="bf16", ops=SECOND_PLANS[ops]), device_type=DEVICE)
 
     def plain(w: Tensor, x: Tensor) -> Tensor:
         y = x @ w + torch.arange(4)  # far from equal in a row, where layer_norm magnifies every rounding
@@ -378,7 +379,7 @@ def test_a_formula_that_calls_an_override_fails_as_under_torch() -> None:
     with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
         func.hessian(by_torch(lambda w, x: torch.renorm(x @ w, 2, 0, 1.0).pow(2).sum()))(W, X)
     assert hessian(W).isfinite().all()
-    region = castwise.autocast(Plan(compute="bf16", ops={"exp": "fp32"}), device_type="cpu")
+    region = castwise.autocast(Plan(compute="bf16", ops={"exp": "fp32"}), device_type=DEVICE)
 
     def inside(w: Tensor) -> Tensor:
         with region:

@@ -15,6 +15,7 @@ import castwise
 from castwise import Plan
 from castwise.core import _torch
 from castwise.core.casting import frames
+from tests.here import DEVICE
 from tests.soak import each_value
 
 X = torch.linspace(-1, 1, 32).reshape(8, 4)
@@ -75,11 +76,11 @@ def train(model: Net, region: Any, around: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("plan", [OVERRIDE, NATIVE], ids=["override", "native"])
 @pytest.mark.parametrize("around", ["forward", "step", "training", "prepared"])
 def test_gradients_are_those_without_copies(around: str, plan: Plan, recompute: bool | None) -> None:
-    want = train(Net(recompute), castwise.autocast(plan, device_type="cpu", cache_enabled=False), "forward")
+    want = train(Net(recompute), castwise.autocast(plan, device_type=DEVICE, cache_enabled=False), "forward")
     model = Net(recompute)
-    region = castwise.autocast(plan, device_type="cpu")
+    region = castwise.autocast(plan, device_type=DEVICE)
     if around == "prepared":
-        amp = castwise.Amp(plan, device="cpu")
+        amp = castwise.Amp(plan, device=DEVICE)
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         got = train(model, None, around)
         amp.close()
@@ -105,7 +106,7 @@ def test_a_region_on_another_thread_sees_the_step(plan: Plan) -> None:
         return functional.layer_norm(X[:4], (4, 4), weight) + functional.linear(X[:4], weight)
 
     def work() -> None:
-        with castwise.autocast(plan, device_type="cpu"):
+        with castwise.autocast(plan, device_type=DEVICE):
             found.append(forward())
             first.set()
             assert stepped.wait(10)
@@ -135,7 +136,7 @@ class Casts(_torch.tensors.OperatorMode):
 
 def test_within_one_forward_a_weight_is_cast_once() -> None:
     weight, x = nn.Parameter(torch.ones(4)), X.bfloat16()
-    with castwise.autocast(OVERRIDE, device_type="cpu"), Casts() as casts:
+    with castwise.autocast(OVERRIDE, device_type=DEVICE), Casts() as casts:
         for _ in range(5):
             functional.layer_norm(x, (4,), weight)
     assert casts.count == 1
@@ -143,7 +144,7 @@ def test_within_one_forward_a_weight_is_cast_once() -> None:
 
 def test_no_copy_outlives_its_region() -> None:
     weight = nn.Parameter(torch.ones(4))
-    with castwise.autocast(OVERRIDE, device_type="cpu"):
+    with castwise.autocast(OVERRIDE, device_type=DEVICE):
         functional.layer_norm(X, (4,), weight)
         assert frames.thread.state.weights
     assert frames.thread.state.weights is None
@@ -151,7 +152,7 @@ def test_no_copy_outlives_its_region() -> None:
 
 def test_no_copy_leaves_a_transform() -> None:
     weight, exact = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4).double())
-    with castwise.autocast(OVERRIDE, device_type="cpu"):
+    with castwise.autocast(OVERRIDE, device_type=DEVICE):
         torch.func.grad(lambda x: functional.layer_norm(x, (4,), weight).float().sum())(X)
         functional.layer_norm(X, (4,), weight).float().sum().backward()
     functional.layer_norm(X.double(), (4,), exact).sum().backward()
@@ -163,7 +164,7 @@ def test_a_compiled_optimizer_is_watched_too() -> None:
     weight.grad = torch.ones(4, 4)
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     step = torch.compile(optimizer.step, backend="aot_eager")
-    with castwise.autocast(NATIVE, device_type="cpu"):
+    with castwise.autocast(NATIVE, device_type=DEVICE):
         for want in (4.0, 0.0, -4.0):
             assert torch.equal(functional.linear(torch.ones(1, 4), weight).float(), torch.full((1, 4), want))
             step()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tests.here import DEVICE
+
 
 class SAM(Optimizer):
     """As in davda54/sam, which everyone copies: climbs, has the caller evaluate there, comes back and steps."""
@@ -116,7 +118,7 @@ class AdaHessian(Optimizer):
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator(DEVICE).manual_seed(0)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import castwise
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import DeviceError
+from tests.here import DEVICE
 
 
 def _runs(name: str) -> bool:
     try:
-        castwise.Amp(name, device="cpu").close()
+        castwise.Amp(name, device=DEVICE).close()
     except DeviceError:  # a CPU without TF32
         return False
     return True

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from castwise import Amp, AveragedModel
 from castwise.core.masters.sync import attachments
 from castwise.errors import StateError
+from tests.here import DEVICE
 
 
 def prepared(seed: int = 0) -> tuple[Amp, nn.Module, Optimizer]:
@@ -29,7 +30,7 @@ def prepared(seed: int = 0) -> tuple[Amp, nn.Module, Optimizer]:
 
 
 def train(amp: Amp, model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     for _ in range(steps):
         amp.backward(model(torch.randn(4, 8, generator=generator)).square().mean())
         amp.step(optimizer)
@@ -154,7 +155,7 @@ def test_a_group_may_hold_a_tuple(plan: str) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         optimizer.param_groups[0]["params"] = kind(model.parameters())
-        with Amp(plan, device="cpu") as amp:
+        with Amp(plan, device=DEVICE) as amp:
             amp.prepare(model, optimizer)
             train(amp, model, optimizer)
             model[2].requires_grad_(False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import castwise
 from castwise.core.masters import master_of
 from tests.core.masters.presets import MASTERS
+from tests.here import DEVICE
 
 
 @pytest.fixture(params=["plain", "dtensor"])
@@ -56,7 +57,7 @@ class Faster(torch.optim.Optimizer):
 
 def session(plan: Any, model: nn.Module, kind: Any = Faster) -> tuple[castwise.Amp, Any]:
     optimizer = kind(model.parameters())
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, optimizer
 

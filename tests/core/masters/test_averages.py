@@ -18,6 +18,7 @@ from castwise.core.plans.plan import PRESETS
 from tests.core.masters.presets import ALL
 from tests.core.masters.test_masters_gradients import prepared
 from tests.core.masters.test_masters_optimizers import batches, train
+from tests.here import DEVICE
 from tests.soak import each_value
 
 DECAY = 0.99
@@ -32,7 +33,7 @@ def trained(plan: str, steps: int, *averages: Any) -> tuple[castwise.Amp, Any, l
     """A model trained under a plan, averaged after each step, and its fp32 weights at each."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     made = [average(model) for average in averages]
     history = []
@@ -327,7 +328,7 @@ def test_other_copies_are_not_noticed(how: str) -> None:
     model, optimizer = prepared()
     other = copy.deepcopy(model)
     if how == "trained":
-        amp = castwise.Amp("bf16-master", device="cpu")
+        amp = castwise.Amp("bf16-master", device=DEVICE)
         own = torch.optim.SGD(other.parameters(), lr=0.1)
         amp.prepare(other, own)
         train(other, own, 2)
@@ -353,7 +354,7 @@ def test_an_average_made_before_prepare_is_fp32() -> None:
     model = make()
     average = castwise.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    with castwise.Amp("fp16-master", device="cpu") as amp:
+    with castwise.Amp("fp16-master", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         for x in batches(2):
             amp.backward(model(x).square().mean())
@@ -375,7 +376,7 @@ def test_statistics_that_are_near_to_a_weight_are_not_noticed(affine: bool) -> N
         nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16, affine=affine), nn.Linear(16, 4)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with castwise.Amp("naive", device="cpu") as amp, warnings.catch_warnings():
+    with castwise.Amp("naive", device=DEVICE) as amp, warnings.catch_warnings():
         warnings.simplefilter("error")
         amp.prepare(model, optimizer)
         for x in batches(8):

@@ -20,6 +20,7 @@ import castwise
 from castwise.core.masters import attachment_of, master_of
 from castwise.core.masters.sample import READ, Sample
 from tests.core.masters.presets import MASTERS
+from tests.here import DEVICE
 
 
 def net() -> nn.Module:
@@ -30,13 +31,13 @@ def net() -> nn.Module:
 def session(plan: Any = "bf16-master", options: Any = None) -> tuple[Any, Any, Any]:
     model = net()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, **(options or {}))
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
 
 def step(amp: Any, model: Any, optimizer: Any, seed: int) -> None:
-    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(8, 16, generator=torch.Generator(DEVICE).manual_seed(seed))
     amp.backward(model(x).square().mean())
     amp.step(optimizer)
     optimizer.zero_grad()
@@ -49,7 +50,7 @@ def clamp(tensors: list[Tensor], seed: int) -> None:
 
 def initialise(tensors: list[Tensor], seed: int) -> None:
     if seed == 2:
-        tensors[0].normal_(generator=torch.Generator().manual_seed(seed))
+        tensors[0].normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
 
 
 def one_row(tensors: list[Tensor], seed: int) -> None:
@@ -106,7 +107,7 @@ def test_writes_to_whole_shards_are_found_at_the_next_step(local: bool, tmp_path
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model: Any = parallelize_module(net(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
-        amp = castwise.Amp("bf16-master", device="cpu")
+        amp = castwise.Amp("bf16-master", device=DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         amp.prepare(model, optimizer)
         for number in range(3):
@@ -174,7 +175,7 @@ def test_a_write_through_data_fails_no_backward_that_needs_what_was_read_before(
     """A codebook that is looked up without its gradient and moved in the same forward; in torch each ``data`` counts alone."""
     amp, model, optimizer = session()
     for seed in range(2):
-        h = model(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)))
+        h = model(torch.randn(8, 16, generator=torch.Generator(DEVICE).manual_seed(seed)))
         loss = (h.bfloat16() @ model[2].weight.data).square().mean()
         model[2].weight.data.mul_(0.5)
         amp.backward(loss)
@@ -223,7 +224,7 @@ def test_parameters_are_followed_while_there_are_masters() -> None:
     gc.collect()
     assert not followed()
     assert nn.Parameter.__deepcopy__.__module__ == "torch.nn.parameter"
-    amp = castwise.Amp("bf16-master", device="cpu")
+    amp = castwise.Amp("bf16-master", device=DEVICE)
     amp.prepare(model, optimizer)
     assert followed()
     amp.close()
@@ -276,7 +277,7 @@ def test_compiled_code_that_reads_data_and_clones_has_no_breaks(kind: type[nn.Pa
     amp.close()
     model[0].weight = kind(model[0].weight.detach())
     optimizer.param_groups[0]["params"][0] = model[0].weight
-    amp = castwise.Amp("bf16-master", device="cpu")
+    amp = castwise.Amp("bf16-master", device=DEVICE)
     amp.prepare(model, optimizer)
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -335,7 +336,7 @@ def test_writes_past_torch_are_found_at_the_next_step(write: Callable[[Tensor], 
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    amp = castwise.Amp("bf16-master", device="cpu")
+    amp = castwise.Amp("bf16-master", device=DEVICE)
     amp.prepare(model, optimizer)
     for number in range(3):
         p = list(model.parameters())[number]

@@ -12,6 +12,7 @@ from torch import nn
 
 import castwise
 from castwise.core.session.dropped import DroppedUpdates
+from tests.here import DEVICE
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9, weight_decay=0.1),
@@ -60,7 +61,7 @@ def layer() -> nn.Linear:
 
 
 def run(amp: castwise.Amp, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     for _ in range(steps):
         amp.backward((model(torch.randn(4, 48, generator=generator)) - 1).square().mean())
         amp.step(optimizer)
@@ -72,10 +73,10 @@ def test_the_share_is_that_of_a_step_made_in_fp32(kind: str) -> None:
     """Held against a float copy of parameter, state and optimizer, of which each step is made as well."""
     model = layer()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     moved, square, lost = 0, 0.0, 0.0
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     for step in (1, 2, 3, 4, 5):
         amp.backward((model(torch.randn(4, 48, generator=generator)) - 1).square().mean())
         wide = nn.Parameter(model.weight.detach().float())
@@ -110,7 +111,7 @@ def test_the_run_does_not_notice(
             monkeypatch.setattr(DroppedUpdates, "follow", lambda *_: None)
         model = layer()
         optimizer = make(model.parameters())
-        with castwise.Amp("bf16-true", device="cpu") as amp:
+        with castwise.Amp("bf16-true", device=DEVICE) as amp:
             amp.prepare(model, optimizer)
             torch.manual_seed(2)
             run(amp, model, optimizer, 9)
@@ -130,7 +131,7 @@ def test_a_scheduler_and_several_groups_are_followed() -> None:
     optimizer = torch.optim.SGD(
         [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters()}], 1e-5
     )
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5)
     amp.backward(sum(part(torch.randn(4, 48).bfloat16()).float().square().mean() for part in model))
@@ -145,7 +146,7 @@ def test_a_scheduler_and_several_groups_are_followed() -> None:
 def test_a_look_takes_pieces_of_what_is_large(numel: int) -> None:
     model = nn.Embedding(numel // 10, 10).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     amp.backward(model.weight.float().square().sum() * 1e-4)
     amp.step(optimizer)
@@ -156,7 +157,7 @@ def test_a_look_takes_pieces_of_what_is_large(numel: int) -> None:
 def test_nothing_is_looked_at_where_masters_or_fp32_take_the_updates(plan: str) -> None:
     model = layer().float()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         run(amp, model, optimizer, 2)
         assert amp.dropped_updates is None
@@ -168,7 +169,7 @@ def test_what_cannot_be_stepped_beside_itself_is_named() -> None:
         model = layer()
         optimizer = make(model.parameters())
         inner = copy.deepcopy(optimizer.inner.state_dict()) if make is Wrapping else None
-        amp = castwise.Amp("bf16-true", device="cpu")
+        amp = castwise.Amp("bf16-true", device=DEVICE)
         amp.prepare(model, optimizer)
         if make is Wrapping:
             run(amp, model, optimizer, 1)
@@ -190,7 +191,7 @@ def test_what_cannot_be_stepped_beside_itself_is_named() -> None:
 def test_close_takes_the_looks_off() -> None:
     model = layer()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     amp.close()
     assert not optimizer._optimizer_step_pre_hooks
@@ -254,7 +255,7 @@ def test_optimizers_that_keep_what_rounding_drops_are_not_accused(
     """Those too that keep it in every format, where a step in fp32 takes all that was kept before."""
     model = layer()
     optimizer = Signs(model.parameters(), way, lr, everywhere=everywhere)
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     run(amp, model, optimizer, 16)
     assert amp.dropped_updates is not None
@@ -267,7 +268,7 @@ def test_optimizers_that_keep_what_rounding_drops_are_not_accused(
 def test_those_that_keep_nothing_still_are(lr: float, way: str) -> None:
     model = layer()
     optimizer = Signs(model.parameters(), way, lr)
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     run(amp, model, optimizer, 16)
     assert amp.dropped_updates is not None
@@ -279,7 +280,7 @@ def test_what_was_taken_for_lost_is_given_back() -> None:
     """A rounding at random of which the first looks saw nothing, since its updates were too small."""
     model = layer()
     optimizer = Signs(model.parameters(), "random", 1e-9)
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     run(amp, model, optimizer, 2)
     assert amp.dropped_updates == 1.0
@@ -292,7 +293,7 @@ def test_what_was_taken_for_lost_is_given_back() -> None:
 def test_whole_numbers_are_not_called_quantised() -> None:
     model = layer().float()
     model.register_parameter("steps", nn.Parameter(torch.arange(5), requires_grad=False))
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, torch.optim.SGD([model.weight], 1e-2))
     assert "5 parameters in int64, frozen" in amp.summary()
     assert "quantised" not in amp.summary()
@@ -306,7 +307,7 @@ def test_the_summary_says_how_a_model_arrived_and_is_stored() -> None:
     model["own"] = nn.Linear(3, 2, bias=False)
     model["frozen"] = layer().requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-2)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer, widen=True)
     said = amp.summary()
     assert said.startswith("bf16-mixed on cpu: autocasts to bf16")
@@ -315,7 +316,7 @@ def test_the_summary_says_how_a_model_arrived_and_is_stored() -> None:
     assert "6 parameters in fp32," in said
     assert "3,072 parameters in bf16 as they arrived, frozen" in said
     assert "widened by 264 B" in said
-    with castwise.Amp("bf16-master", device="cpu") as other:
+    with castwise.Amp("bf16-master", device=DEVICE) as other:
         model = layer()
         other.prepare(model, torch.optim.SGD(model.parameters(), 1e-2))
         assert "1,536 parameters in bf16 with fp32 masters as they arrived" in other.summary()

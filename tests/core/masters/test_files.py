@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import castwise
 from tests.core.masters.presets import MASTERS
+from tests.here import DEVICE
 from tests.soak import every
 
 Make = Callable[[Any], Optimizer]
@@ -65,7 +66,9 @@ def train(amp: Any, model: nn.Module, optimizer: Optimizer, steps: range) -> Non
 
         def evaluate(seed: int = step) -> Tensor:
             optimizer.zero_grad()
-            loss = model(torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))).square().mean()
+            loss = (
+                model(torch.randn(6, 8, generator=torch.Generator(DEVICE).manual_seed(seed))).square().mean()
+            )
             amp.backward(loss)
             return loss
 
@@ -87,7 +90,7 @@ def files(model: nn.Module, optimizer: Optimizer) -> Any:
 
 @contextlib.contextmanager
 def session(plan: str, *prepared: Any) -> Iterator[castwise.Amp]:
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         if prepared:
             amp.prepare(*prepared)
         yield amp
@@ -148,7 +151,7 @@ def test_both_files_load_and_train_in_plain_torch(name: str) -> None:
         without, alone = fresh(OPTIMIZERS[name])
         without.load_state_dict(saved["model"])
         alone.load_state_dict(castwise.masters.without_masters(saved["optimizer"]))
-        no_plan = castwise.Amp("fp32", device="cpu", nonfinite="allow")
+        no_plan = castwise.Amp("fp32", device=DEVICE, nonfinite="allow")
         no_plan.step = lambda o, closure=None: o.step(closure)  # type: ignore[assignment, method-assign]
         for pair in ((plain, other), (without, alone)):
             train(no_plan, *pair, range(3))
@@ -279,7 +282,9 @@ def test_several_groups_optimizers_and_partial_files() -> None:
 
 
 def joint(amp: castwise.Amp, model: nn.Module, optimizers: list[Optimizer], step: int) -> None:
-    amp.backward(model(torch.randn(6, 8, generator=torch.Generator().manual_seed(step))).square().mean())
+    amp.backward(
+        model(torch.randn(6, 8, generator=torch.Generator(DEVICE).manual_seed(step))).square().mean()
+    )
     amp.step(*optimizers)
     for optimizer in optimizers:
         optimizer.zero_grad()

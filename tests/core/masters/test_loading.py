@@ -17,6 +17,7 @@ from castwise.core.masters import attach, original_of
 from tests.core.masters.presets import ALL
 from tests.core.masters.test_masters_gradients import held, prepared
 from tests.core.masters.test_masters_optimizers import Net, Weights, lower, train
+from tests.here import DEVICE
 from tests.soak import every
 
 
@@ -131,7 +132,7 @@ def test_save_pretrained_saves_fp32_when_told(plan: str, tmp_path: Path) -> None
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         ids = torch.arange(8)[None]
         for _ in range(2):

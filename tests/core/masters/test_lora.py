@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import castwise
 from tests.core.masters.presets import ALL
 from tests.core.masters.test_masters_optimizers import batches
+from tests.here import DEVICE
 from tests.soak import each_value
 
 
@@ -43,7 +44,7 @@ def test_lora_prepares_trains_saves_closes_and_merges(plan: str, base: torch.dty
     model = adapted(base)
     before = {k: v.detach().clone() for k, v in model.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     for x in batches(3):
         amp.backward((model(x).float() - 1).square().mean())

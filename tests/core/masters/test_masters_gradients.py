@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 from castwise.core.masters import Master, attach, attachment_of, master_of, model_param_of, refresh_master
 from castwise.errors import StateError
 from tests.core.masters.test_masters_optimizers import Net, Weights, batches, lower, train
+from tests.here import DEVICE
 
 
 def prepared(kind: type[nn.Module] = Weights, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
@@ -107,7 +108,7 @@ def test_torch_grad_scaler_unscales_and_skips(dtype: torch.dtype, fused: bool) -
     former = lower(model, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     attach(optimizer, model, originals=former)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     reference = [m.detach().clone() for m in held(optimizer)]
     grads = torch.autograd.grad(model(batches(1)[0]).square().mean(), list(model.parameters()))
     scaler.scale(model(batches(1)[0]).square().mean()).backward()
@@ -267,7 +268,7 @@ def test_models_built_low_get_masters_from_their_weights(how: str) -> None:
     if how == "meta":
         with torch.device("meta"):
             model = Weights().to(torch.bfloat16)
-        model = model.to_empty(device="cpu")
+        model = model.to_empty(device=DEVICE)
         for module in (model.a, model.b):
             module.reset_parameters()
     else:

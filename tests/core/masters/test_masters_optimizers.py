@@ -15,6 +15,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.core.masters import Master, attach
+from tests.here import DEVICE
 from tests.soak import each_value, every
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
@@ -99,7 +100,7 @@ CASES: list[tuple[str, type[nn.Module], Make]] = [
 
 
 def batches(count: int) -> list[Tensor]:
-    return [torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+    return [torch.randn(6, 8, generator=torch.Generator(DEVICE).manual_seed(seed)) for seed in range(count)]
 
 
 def oracle(model: nn.Module, former: dict[Any, Tensor], make: Make, steps: int) -> list[Tensor]:
@@ -341,7 +342,7 @@ def test_masters_are_updated_in_lists_where_parameters_are(
 ) -> None:
     """On a GPU, where that is the default, each master was updated by itself: 44 % more time for a step of a small GPT."""
     home = sys.modules["torch.optim.optimizer"]
-    monkeypatch.setattr(home, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    monkeypatch.setattr(home, "_get_foreach_kernels_supported_devices", lambda: [DEVICE])
     counts = []
     for low in (False, True):
         torch.manual_seed(0)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from castwise.core.masters import Master, attach, attachment_of, fp32_state_dict, master_of, restride_state
 from tests.core.masters.test_masters_gradients import Tied, backward, held, prepared
 from tests.core.masters.test_masters_optimizers import Net, Weights, batches, lower, train
+from tests.here import DEVICE
 from tests.soak import each_value
 
 
@@ -33,7 +34,9 @@ class Conv(nn.Module):
 
 
 def images(count: int) -> list[Tensor]:
-    return [torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+    return [
+        torch.randn(2, 3, 6, 6, generator=torch.Generator(DEVICE).manual_seed(seed)) for seed in range(count)
+    ]
 
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor]) -> None:
@@ -101,7 +104,7 @@ def test_masters_and_state_follow_a_memory_format_changed_later(fused: bool) -> 
             if step == 2 and channels_last:
                 model.to(memory_format=torch.channels_last)
             for parameter in model.parameters():
-                grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+                grad = torch.randn(parameter.shape, generator=torch.Generator(DEVICE).manual_seed(step))
                 parameter.grad = torch.empty_like(parameter, dtype=torch.float32).copy_(grad)
             optimizer.step()
         results.append([m.detach().clone() for m in held(optimizer)])

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import castwise
 from castwise.errors import StateError
 from tests.core.masters.outside import SAM
+from tests.here import DEVICE
 from tests.soak import each_value
 
 PLANS = [
@@ -70,7 +71,7 @@ class Lomo(Optimizer):
 def test_updates_inside_of_a_backward_are_right_or_refused(plan: str, given: bool) -> None:
     model, plain = net(), net()
     lomo, by_hand = Lomo(model), Lomo(plain)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     args = (model, lomo) if given else (model,)
     if amp.plan.loss_scale is not None or amp.plan.keeps_masters:
         with pytest.raises(
@@ -88,7 +89,7 @@ def test_updates_inside_of_a_backward_are_right_or_refused(plan: str, given: boo
         plain.bfloat16()
     for _ in range(3):
         lomo.fused_backward(loss_of(model), 0.05)
-        with torch.autocast("cpu", torch.bfloat16, enabled=plan == "bf16-mixed"):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=plan == "bf16-mixed"):
             out = plain(X.to(plain[0].weight.dtype))
         by_hand.fused_backward(out.float().square().mean(), 0.05)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
@@ -99,7 +100,7 @@ def test_updates_inside_of_a_backward_are_right_or_refused(plan: str, given: boo
 def test_an_optimizer_for_each_layer_that_was_not_prepared(plan: str) -> None:
     """As GaLore's for each layer: hooks step optimizers that nobody has prepared, while the trainer has one that does nothing."""
     model, plain = net(), net()
-    runs = ((castwise.Amp(plan, device="cpu"), model), (None, plain))
+    runs = ((castwise.Amp(plan, device=DEVICE), model), (None, plain))
 
     def step(optimizer: Optimizer) -> Callable[[Any], None]:
         def hook(_: Any) -> None:
@@ -154,7 +155,7 @@ def sam_steps(model: nn.Module, optimizer: SAM, steps: int, amp: castwise.Amp | 
 def test_an_optimizer_around_another_trains_as_by_hand(plan: str) -> None:
     model, plain = net(), net()
     optimizer, by_hand = sam(model), sam(plain)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     sam_steps(model, optimizer, 3, amp)
     sam_steps(plain, by_hand, 3, None)
@@ -171,7 +172,7 @@ def test_the_optimizer_inside_another_is_looked_after(plan: str, fused: bool) ->
     """It steps by itself, on gradients of the one around it: refused while they are scaled, skipped where they are not finite."""
     model = net()
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, fused=fused)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     amp.backward(loss_of(model))

@@ -25,6 +25,7 @@ from castwise.core.masters import (
 from castwise.core.masters.originals import _originals
 from tests.core.masters.test_masters_optimizers import Weights, batches, lower, train
 from tests.core.masters.test_masters_state import STATEFUL
+from tests.here import DEVICE
 
 
 def test_a_later_master_starts_from_the_original() -> None:
@@ -119,7 +120,7 @@ def late(plan: str, scaler: Any) -> Any:
     model.a.weight.requires_grad_(False)
     optimizer = torch.optim.SGD([model.a.weight], lr=0.1, momentum=0.9)
     model.a.weight.requires_grad_(False)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     assert attachment_of(optimizer) is not None
     optimizer.add_param_group({"params": [model.b.weight]})
@@ -143,7 +144,7 @@ def late(plan: str, scaler: Any) -> Any:
 @pytest.mark.parametrize("plan", ["fp16-master", "O2", "naive", "bf16-master"])
 def test_unfreezing_and_adding_work_under_a_loss_scale(plan: str, own: bool) -> None:
     """Gradients of the first backward after are fp32 already, so they can be unscaled."""
-    scaler = None if own else torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler = None if own else torch.amp.GradScaler(DEVICE, init_scale=256.0)
     amp, model, optimizer = late(plan, scaler)
     for parameter in model.parameters():
         master = master_of(parameter)

@@ -18,6 +18,7 @@ from tests.core.masters.outside import SAM, Lookahead, ScheduleFree
 from tests.core.masters.presets import MASTERS
 from tests.core.masters.test_masters_gradients import held, prepared
 from tests.core.masters.test_masters_optimizers import Weights, batches, lower
+from tests.here import DEVICE
 from tests.soak import every, pairs
 
 
@@ -46,7 +47,7 @@ def session(
     torch.manual_seed(0)
     model = kind()
     optimizer = make(model.parameters())
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
@@ -63,7 +64,7 @@ def test_sam_evaluates_where_it_climbed_to(prepared: str, base: str, data: bool)
     oracle.load_state_dict(model.state_dict())
     optimizer = SAM(model.parameters(), kind, rho=0.5, data=data, **options)
     plain = SAM(oracle.parameters(), kind, rho=0.5, data=data, **options)
-    amp = castwise.Amp("bf16-master", device="cpu")
+    amp = castwise.Amp("bf16-master", device=DEVICE)
     amp.prepare(model, optimizer if prepared == "outer" else optimizer.base_optimizer)
     for x in batches(4):
         for who, move in ((optimizer, plain), (optimizer, plain)):
@@ -293,7 +294,7 @@ def test_a_compiled_model_gets_what_was_written_to_masters(way: str, backend: st
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = ScheduleFree(model.parameters())
-    with castwise.Amp("bf16-master", device="cpu") as amp:
+    with castwise.Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         run, x = COMPILED[way](model, backend=backend), batches(1)[0]
         graphs: list[int] = []
@@ -333,7 +334,7 @@ def test_a_getter_after_data_was_replaced_writes_nothing_back(plan: str) -> None
     """``parameter.data = average``, as torch's model averaging has it: some elements are old ones in another format by chance."""
     amp, model, _ = session(plan, torch.optim.AdamW)
     with amp:
-        shift = torch.Generator().manual_seed(3)
+        shift = torch.Generator(DEVICE).manual_seed(3)
         for parameter in model.parameters():
             moved = parameter.data.float() * (1 + 0.002 * torch.randn(parameter.shape, generator=shift))
             parameter.data = moved.to(parameter.dtype)

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 import castwise
 from castwise import Amp, Plan, Recorder
 from castwise.core.plans.plan import PRESETS
+from tests.here import DEVICE
 
 PLANS: dict[str, Any] = {
     **{name: name for name in PRESETS if name != "tf32"},
@@ -81,7 +82,7 @@ def trained() -> Iterator[Any]:
     def train(plan: Any, kind: str = "dense", **how: Any) -> tuple[Amp, nn.Module, Any, StepLR, Tensor]:
         model, x = made(kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
-        amp = Amp(plan, device="cpu")
+        amp = Amp(plan, device=DEVICE)
         with_sessions.append(amp)
         amp.prepare(model, optimizer, **how)
         scheduler = StepLR(optimizer, 1)
@@ -169,7 +170,7 @@ print({{p.dtype for p in found["model"].parameters()}}, {{p.dtype for p in found
 def test_what_arrived_low_is_low_again(trained: Any) -> None:
     model = dense().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    with Amp("bf16-mixed", device="cpu") as amp:
+    with Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(model, optimizer, widen=True)
         amp.backward(model(torch.ones(4, 4)).square().mean())
         amp.step(optimizer)
@@ -264,7 +265,7 @@ def traced(*size: int) -> Any:
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master"])
 def test_classes_that_pickle_in_their_own_way(kind: Any, plan: str) -> None:
     model = kind(4, 2)
-    with Amp(plan, device="cpu") as amp:
+    with Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         twin = plainly(pickle.dumps(model))
         assert twin.weight.dtype is torch.float32
@@ -292,7 +293,7 @@ class OwnOptimizer(torch.optim.SGD):
 def test_optimizers_that_pickle_in_their_own_way() -> None:
     model = dense()
     optimizer = OwnOptimizer(model.parameters(), 0.1, momentum=0.9)
-    with Amp("bf16-master", device="cpu") as amp:
+    with Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(model(torch.ones(2, 4)).sum())
         amp.step(optimizer)
@@ -332,11 +333,11 @@ class Strange(nn.Linear):
 
 @pytest.mark.parametrize("plan", [None, "bf16-mixed", "bf16-master"])
 def test_what_is_not_castwises_pickles_as_ever(plan: str | None) -> None:
-    with Amp("bf16-master", device="cpu") as amp:
+    with Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(dense())
     assert pickle.loads(pickle.dumps(Mixed())) == "in its own way"
     model = Strange()
-    with Amp(plan or "fp32", device="cpu") as amp:
+    with Amp(plan or "fp32", device=DEVICE) as amp:
         if plan is not None:
             amp.prepare(model)
         twin = plainly(pickle.dumps(model))
@@ -349,7 +350,7 @@ def test_what_is_not_castwises_pickles_as_ever(plan: str | None) -> None:
 
 def test_methods_are_left_out() -> None:
     model = Tied()
-    with Amp("bf16-mixed", device="cpu") as amp:
+    with Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(model, methods=("encode",))
         assert "encode" in vars(model)
         twin = plainly(pickle.dumps(model))
@@ -375,7 +376,7 @@ def test_every_pickler() -> None:
     import cloudpickle
 
     model = dense()
-    with Amp("bf16-master", device="cpu") as amp:
+    with Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         assert b"castwise" not in cloudpickle.dumps(model)
         file = io.BytesIO()
@@ -401,7 +402,7 @@ class Owner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 2)
-        self.amp = Amp("bf16-mixed", device="cpu")
+        self.amp = Amp("bf16-mixed", device=DEVICE)
         self.amp.prepare(self.net)
 
 

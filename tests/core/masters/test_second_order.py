@@ -13,6 +13,7 @@ import castwise
 from tests.core.masters.outside import AdaHessian
 from tests.core.masters.presets import ALL, MASTERS
 from tests.core.masters.test_masters_optimizers import batches
+from tests.here import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 
@@ -23,7 +24,7 @@ def fit(plan: str, steps: int) -> tuple[list[float], Any]:
     optimizer = AdaHessian(model.parameters())
     losses = []
     with castwise.Amp(
-        f"{plan}+loss_scale=none" if "fp16" in plan or plan[0] == "O" else plan, device="cpu"
+        f"{plan}+loss_scale=none" if "fp16" in plan or plan[0] == "O" else plan, device=DEVICE
     ) as amp:
         amp.prepare(model, optimizer)
         for x in batches(1) * steps:
@@ -53,7 +54,7 @@ def test_second_derivatives_by_masters_are_those_by_parameters(plan: str) -> Non
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     unscaled = dataclasses.replace(castwise.Plan.preset(plan), loss_scale=None)
-    with castwise.Amp(unscaled, device="cpu") as amp:
+    with castwise.Amp(unscaled, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         for _ in range(2):
             model(batches(1)[0]).float().square().mean().backward(create_graph=True)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from castwise import Amp
 from castwise.core.masters import master_of, original_of
 from castwise.errors import StateError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 CASTS: dict[str, Callable[[nn.Module], Any]] = {
@@ -51,7 +52,7 @@ def prepared(plan: str, way: str = WAYS[0]) -> tuple[Amp, Net, Optimizer]:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     if way == "no optimizer":
         amp.prepare(model)
         return amp, model, optimizer

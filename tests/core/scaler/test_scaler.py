@@ -16,6 +16,7 @@ from castwise import GradScaler, LossScale
 from castwise.core.scaler import ScalePolicy, ScaleState, next_state
 from castwise.core.scaler.state import update_on_device
 from castwise.errors import PlanError
+from tests.here import DEVICE
 
 BAD = st.sampled_from([1.0, 1.0, 1.0, float("inf"), float("nan"), -float("inf")])
 
@@ -128,15 +129,15 @@ def test_it_cannot_be_told_from_torchs(
     trace: Any, kinds: Any, interval: int, init: float, dtype: torch.dtype
 ) -> None:
     """Random traces of losses, infs, NaNs, right and wrong orders of calls: every state, result and message equal."""
-    theirs = Rig(torch.amp.GradScaler("cpu", init_scale=init, growth_interval=interval), kinds, dtype)
-    ours = Rig(GradScaler("cpu", init_scale=init, growth_interval=interval), kinds, dtype)
+    theirs = Rig(torch.amp.GradScaler(DEVICE, init_scale=init, growth_interval=interval), kinds, dtype)
+    ours = Rig(GradScaler(DEVICE, init_scale=init, growth_interval=interval), kinds, dtype)
     assert ours.run(trace) == theirs.run(trace)
 
 
 def test_the_property_test_can_fail() -> None:
     trace = [("backward", 0, float("inf")), ("step", 0), ("update", None)]
-    theirs = Rig(torch.amp.GradScaler("cpu"), ("sgd", "sgd")).run(trace)
-    assert Rig(GradScaler("cpu", hysteresis=2), ("sgd", "sgd")).run(trace) != theirs
+    theirs = Rig(torch.amp.GradScaler(DEVICE), ("sgd", "sgd")).run(trace)
+    assert Rig(GradScaler(DEVICE, hysteresis=2), ("sgd", "sgd")).run(trace) != theirs
 
 
 def test_the_default_signature_is_torchs() -> None:
@@ -149,16 +150,16 @@ def test_the_default_signature_is_torchs() -> None:
 
 
 def test_states_move_between_torchs_scaler_and_ours() -> None:
-    theirs, ours = torch.amp.GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=32.0)
+    theirs, ours = torch.amp.GradScaler(DEVICE, init_scale=8.0), GradScaler(DEVICE, init_scale=32.0)
     assert set(theirs.state_dict()) == set(ours.state_dict())
     ours.load_state_dict(theirs.state_dict())
     assert ours.get_scale() == 8.0
-    theirs.load_state_dict(GradScaler("cpu", init_scale=2.0).state_dict())
+    theirs.load_state_dict(GradScaler(DEVICE, init_scale=2.0).state_dict())
     assert theirs.get_scale() == 2.0
 
 
 def test_disabled_passes_through() -> None:
-    scaler = GradScaler("cpu", enabled=False)
+    scaler = GradScaler(DEVICE, enabled=False)
     p = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], 1.0)
     loss = (p * 2).sum()
@@ -174,7 +175,7 @@ def test_disabled_passes_through() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"hysteresis": 2}, {"floor": 1.0}, {"dynamic": False}])
 def test_an_update_without_a_step_is_refused_as_by_torch(options: dict[str, Any]) -> None:
-    scaler = GradScaler("cpu", **options)
+    scaler = GradScaler(DEVICE, **options)
     scaler.scale(torch.ones(()))
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
         scaler.update()
@@ -183,7 +184,7 @@ def test_an_update_without_a_step_is_refused_as_by_torch(options: dict[str, Any]
 def test_a_subclass_has_plain_names_for_itself() -> None:
     class Own(GradScaler):
         def __init__(self) -> None:
-            super().__init__("cpu", 4.0)
+            super().__init__(DEVICE, 4.0)
             self.losses, self.flags, self.unscaling, self.outcomes = [], {}, None, 0
 
     weight = torch.ones(1, requires_grad=True)
@@ -203,13 +204,14 @@ def test_a_subclass_that_unscales_its_own_way_is_asked() -> None:
             super().unscale_(optimizer)
 
     p = nn.Parameter(torch.ones(1))
-    scaler = Own("cpu")
+    scaler = Own(DEVICE)
     scaler.scale(p.sum()).backward()
     scaler.step(torch.optim.SGD([p], 0.5))
     assert scaler.asked == 1
     assert float(p.detach()) == 0.5
 
 
+@pytest.mark.sparse
 def test_sparse_gradients_are_those_of_torchs() -> None:
     def run(scaler: Any, bad: bool) -> tuple[Any, ...]:
         torch.manual_seed(0)
@@ -222,11 +224,11 @@ def test_sparse_gradients_are_those_of_torchs() -> None:
         return table.weight.detach().tolist(), scaler.state_dict()
 
     for bad in (False, True):
-        assert run(GradScaler("cpu"), bad) == run(torch.amp.GradScaler("cpu"), bad)
+        assert run(GradScaler(DEVICE), bad) == run(torch.amp.GradScaler(DEVICE), bad)
 
 
 def test_pickle_keeps_everything() -> None:
-    scaler = GradScaler("cpu", init_scale=64.0, hysteresis=3, floor=1.0)
+    scaler = GradScaler(DEVICE, init_scale=64.0, hysteresis=3, floor=1.0)
     p = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], 0.1)
     scaler.scale(p.sum() * float("inf"), "other").backward()
@@ -285,7 +287,7 @@ def test_hysteresis_counts_until_the_scale_grows() -> None:
 
 
 def test_next_state_is_pure() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler.scale(torch.ones(()))
     before = scaler.state_dict()
     assert scaler.next_state(True).scale == 4.0
@@ -295,7 +297,7 @@ def test_next_state_is_pure() -> None:
 
 def test_floor_and_ceiling_hold() -> None:
     scaler = GradScaler.from_loss_scale(
-        LossScale(init=4.0, interval=1, floor=2.0, ceiling=8.0), "cpu", patience=100
+        LossScale(init=4.0, interval=1, floor=2.0, ceiling=8.0), DEVICE, patience=100
     )
     p = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], 0.0)
@@ -321,7 +323,7 @@ def test_scaler_and_pure_rule_agree(
     outcomes: list[bool], hysteresis: int, bounds: tuple[Any, Any], fused: bool, dynamic: bool
 ) -> None:
     scaler = GradScaler(
-        "cpu", 16.0, growth_interval=2, hysteresis=hysteresis, floor=bounds[0], ceiling=bounds[1], dynamic=dynamic,
+        DEVICE, 16.0, growth_interval=2, hysteresis=hysteresis, floor=bounds[0], ceiling=bounds[1], dynamic=dynamic,
         patience=100,
     )  # fmt: skip
     p = nn.Parameter(torch.ones(1))
@@ -351,11 +353,11 @@ def test_scaler_and_pure_rule_agree(
 )
 def test_limits_that_cannot_be_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        GradScaler("cpu", **arguments)
+        GradScaler(DEVICE, **arguments)
 
 
 def test_scales_set_from_outside_stay_between_floor_and_ceiling() -> None:
-    scaler = GradScaler("cpu", 4.0, floor=2.0, ceiling=8.0)
+    scaler = GradScaler(DEVICE, 4.0, floor=2.0, ceiling=8.0)
     scaler.scale(torch.ones(()))
     scaler.update(64.0)
     assert scaler.get_scale() == 8.0
@@ -364,10 +366,10 @@ def test_scales_set_from_outside_stay_between_floor_and_ceiling() -> None:
 
 
 def test_low_precision_losses_of_any_shape_are_scaled_in_fp32() -> None:
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     assert scaler.scale(torch.ones(2, dtype=torch.float16)).dtype is torch.float32
     assert torch.isfinite(scaler.scale(torch.full((2,), 4.0, dtype=torch.float16))).all()
-    assert not torch.isfinite(torch.amp.GradScaler("cpu").scale(torch.full((2,), 4.0).half())).any()  # why
+    assert not torch.isfinite(torch.amp.GradScaler(DEVICE).scale(torch.full((2,), 4.0).half())).any()  # why
     pair = scaler.scale((torch.full((2,), 4.0).half(), [torch.full((1,), 4.0).bfloat16()]))
     assert [pair[0].dtype, pair[1][0].dtype] == [torch.float32, torch.float32]
     assert pair[0].tolist() == [2.0**18] * 2

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from castwise import Amp
 from castwise.errors import StateError
+from tests.here import DEVICE
 
 PLANS = ("fp16-mixed", "fp16-master", "fp16-mixed+loss_scale.init=128")
 
 
 def task(model: nn.Module, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator(DEVICE).manual_seed(number)
     x, y = torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
     return nn.functional.mse_loss(model(x).float(), y)
 
@@ -67,7 +68,7 @@ def set_on(model: nn.Module, grads: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("how", SURGERY)
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_made_of_scaled_gradients_is_refused(plan: str, how: str) -> None:
-    amp, model = Amp(plan, device="cpu"), net()
+    amp, model = Amp(plan, device=DEVICE), net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     amp.prepare(model, optimizer)
     for step in (optimizer.step, lambda: amp.step(optimizer)):
@@ -86,7 +87,7 @@ def test_what_is_made_of_scaled_gradients_is_refused(plan: str, how: str) -> Non
 def test_the_cures_of_the_message_train_as_fp32_does(plan: str, how: str, way: str) -> None:
     weights = []
     for name in ("fp32", plan):
-        amp, model = Amp(name, device="cpu"), net()
+        amp, model = Amp(name, device=DEVICE), net()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         amp.prepare(model, optimizer)
         params = [*model.parameters()]
@@ -107,7 +108,7 @@ def test_the_cures_of_the_message_train_as_fp32_does(plan: str, how: str, way: s
 @pytest.mark.parametrize("kind", ["reptile", "inner adam", "true", "noise"])
 def test_gradients_of_ones_own_are_stepped(plan: str, kind: str) -> None:
     """After backward passes whose gradients were cleared: differences of weights, and gradients that were divided by hand."""
-    amp, model = Amp(plan, device="cpu"), net()
+    amp, model = Amp(plan, device=DEVICE), net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     amp.prepare(model, optimizer)
     params = [*model.parameters()]
@@ -135,12 +136,12 @@ def test_gradients_of_ones_own_are_stepped(plan: str, kind: str) -> None:
 
 
 def test_a_gan_whose_critic_is_cleared_before_its_own_loss() -> None:
-    amp, critic, maker = Amp("fp16-mixed", device="cpu"), net(), nn.Linear(8, 8)
+    amp, critic, maker = Amp("fp16-mixed", device=DEVICE), net(), nn.Linear(8, 8)
     both = [torch.optim.SGD(model.parameters(), 0.01) for model in (critic, maker)]
     amp.prepare(critic, both[0])
     amp.prepare(maker, both[1])
     for number in range(6):
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
+        x = torch.randn(16, 8, generator=torch.Generator(DEVICE).manual_seed(number))
         amp.backward(critic(maker(x)).square().mean())
         amp.step(both[1])
         both[1].zero_grad()
@@ -154,7 +155,7 @@ def test_a_gan_whose_critic_is_cleared_before_its_own_loss() -> None:
 @pytest.mark.parametrize("plan", ["fp16-mixed+loss_scale.init=64", "fp16-mixed+loss_scale.init=512"])
 def test_true_gradients_that_are_large_beside_what_was_cleared_are_stepped(plan: str) -> None:
     """A critic whose gradients of the maker's loss are cleared, and whose own are unscaled, or computed by ``amp.grad``."""
-    amp, critic = Amp(plan, device="cpu"), net()
+    amp, critic = Amp(plan, device=DEVICE), net()
     optimizer = torch.optim.SGD(critic.parameters(), 1e-6)
     amp.prepare(critic, optimizer)
     for way in ("unscale_", "grad") * 3:

@@ -8,6 +8,7 @@ import torch
 from castwise import GradScaler
 from castwise.core.scaler import from_apex, from_colossalai, to_apex, to_colossalai
 from castwise.errors import CheckpointError
+from tests.here import DEVICE
 
 
 def test_apex_states_round_trip() -> None:
@@ -15,7 +16,7 @@ def test_apex_states_round_trip() -> None:
         "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7},
         "loss_scaler1": {"loss_scale": 16.0, "unskipped": 0},
     }
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     scaler.load_state_dict(from_apex(theirs, names=("loss", "second")))
     assert (scaler.get_scale(), scaler.get_scale("second")) == (1024.0, 16.0)
     assert to_apex(scaler.state_dict()) == theirs
@@ -32,8 +33,13 @@ def test_apex_names_are_distinct_and_begin_with_the_default() -> None:
 
 
 def test_colossalai_states_round_trip() -> None:
-    theirs = {"scale": torch.tensor([512.0]), "growth_factor": 4.0, "backoff_factor": 0.25, "hysteresis": 2}
-    scaler = GradScaler("cpu", hysteresis=2)
+    theirs = {
+        "scale": torch.tensor([512.0], device="cpu"),
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+        "hysteresis": 2,
+    }
+    scaler = GradScaler(DEVICE, hysteresis=2)
     scaler.load_state_dict(from_colossalai(theirs))
     assert (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor()) == (512.0, 4.0, 0.25)
     back = to_colossalai(scaler.state_dict())
@@ -43,10 +49,10 @@ def test_colossalai_states_round_trip() -> None:
 
 def test_colossalai_counters_round_trip() -> None:
     full = {
-        "scale": torch.tensor([512.0]), "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000,
+        "scale": torch.tensor([512.0], device="cpu"), "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000,
         "growth_step": 3, "hysteresis_step": 1, "hysteresis": 4,
     }  # fmt: skip
-    scaler = GradScaler("cpu", hysteresis=4)
+    scaler = GradScaler(DEVICE, hysteresis=4)
     scaler.load_state_dict(from_colossalai(full))
     assert to_colossalai(scaler.state_dict(), hysteresis=4) == full
     later = from_colossalai({"_scale": 512.0, "_growth_step": 3, "_hysteresis_step": 1})

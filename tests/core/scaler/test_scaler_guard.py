@@ -18,6 +18,7 @@ from castwise.core.plans.plan import PRESETS
 from castwise.core.scaler import StepGuard
 from castwise.errors import LossScaleError, NonFiniteError, PlanError, StateError
 from tests.core.scaler.test_scaler_steps import another_ranks_flag
+from tests.here import DEVICE, until_known
 from tests.lifecycle.life import SkipsInit
 from tests.soak import each_value, pairs
 
@@ -30,7 +31,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+X = torch.randn(12, 8, generator=torch.Generator(DEVICE).manual_seed(1))
 
 
 class Run:
@@ -39,7 +40,7 @@ class Run:
     def __init__(self, plan: Any, make: Callable[..., Any] | None = None, **options: Any) -> None:
         self.model = net()
         self.optimizer = (make or (lambda p: torch.optim.AdamW(p, 0.01)))(self.model.parameters())
-        self.amp = castwise.Amp(plan, device="cpu", **options)
+        self.amp = castwise.Amp(plan, device=DEVICE, **options)
         self.amp.prepare(self.model, self.optimizer)
 
     def another(self) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
@@ -229,7 +230,7 @@ def test_too_many_in_a_row_are_an_error(maker: str, direct: bool) -> None:
     with pytest.raises(
         NonFiniteError, match=r"those of 0\.weight, 0\.bias, 2\.weight, 2\.bias; 3 steps in a row.*patience=3"
     ):
-        step(NAN)
+        until_known(lambda: step(NAN), maker == "fused")
 
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true"])
@@ -268,8 +269,8 @@ def test_direct_steps_count_under_a_loss_scale(maker: str, nonfinite: str, scale
 
     for _ in range(times - 1):
         step()
-    with pytest.raises(LossScaleError, match=rf"{times} times in a row"):
-        step()
+    with pytest.raises(LossScaleError, match=r"\d times in a row"):
+        until_known(step, maker == "fused")
     assert same(run.everything(), before)
     assert run.model[0].weight.grad is not None
 
@@ -345,7 +346,7 @@ def test_allow_lets_through_and_a_loss_scale_cannot() -> None:
     with pytest.raises(
         PlanError, match=r"nonfinite='allow'\): a loss scale is adjusted by skipping.*'skip', 'raise'"
     ):
-        castwise.Amp("fp16-mixed", device="cpu", nonfinite="allow")
+        castwise.Amp("fp16-mixed", device=DEVICE, nonfinite="allow")
 
 
 @pytest.mark.parametrize(
@@ -360,7 +361,7 @@ def test_allow_lets_through_and_a_loss_scale_cannot() -> None:
 )
 def test_values_that_cannot_be_are_refused(options: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        castwise.Amp("bf16-mixed", device="cpu", **options)
+        castwise.Amp("bf16-mixed", device=DEVICE, **options)
 
 
 class Climbing(torch.optim.SGD):
@@ -660,7 +661,7 @@ def test_hooks_behind_direct_steps_do_not_pile_up(plan: str) -> None:
 def test_another_ranks_verdict_skips_here_too(returns: bool) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.1)
-    guard = StepGuard("cpu", refuse=False, patience=3, reduce=another_ranks_flag(returns))
+    guard = StepGuard(DEVICE, refuse=False, patience=3, reduce=another_ranks_flag(returns))
     p.grad = torch.ones(2)
     result = guard.take(optimizer)
     assert result.skipped
@@ -668,10 +669,11 @@ def test_another_ranks_verdict_skips_here_too(returns: bool) -> None:
     assert p.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.sparse
 def test_sparse_gradients() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters(), 0.1)
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     amp.prepare(table, optimizer)
     for factor in (1.0, NAN, 1.0):
         before = table.weight.detach().clone()
@@ -695,7 +697,7 @@ class Reads(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.count += func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == DEVICE
         return func(*args, **(kwargs or {}))
 
 
@@ -704,6 +706,7 @@ class Reads(TorchDispatchMode):
 def test_a_guarded_step_reads_nothing_back(plan: str, maker: str) -> None:
     run = Run(plan, MAKERS[maker])
     run.backward()
+    run.amp.unscale_(run.optimizer)
     run.amp.step(run.optimizer)
     run.backward()
     alone = torch.optim.SGD([p := nn.Parameter(torch.ones(1))])
@@ -716,7 +719,12 @@ def test_a_guarded_step_reads_nothing_back(plan: str, maker: str) -> None:
         assert not run.amp.step(run.optimizer).skipped
     p.grad = torch.ones(1)
     alone.step()
-    assert reads.count <= (4 if maker == "adamw" else 0)  # AdamW's own, of its step counters
+    if DEVICE == "cpu":
+        assert reads.count <= (4 if maker == "adamw" else 0)  # AdamW's own, of its step counters
+    else:
+        assert reads.count <= (
+            maker != "fused"
+        )  # of the flag, by which the host skips a step that the kernel cannot
 
 
 @pytest.mark.gpu
@@ -755,7 +763,7 @@ def test_parameters_that_join_between_steps(plan: str, way: str) -> None:
         for parameter in late:
             parameter.requires_grad_(False)
     optimizer = torch.optim.SGD([*first, *late] if way == "thaw" else first, 0.1)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     amp.backward(model(X).pow(2).mean())
     assert not amp.step(optimizer).skipped

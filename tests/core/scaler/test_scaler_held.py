@@ -15,6 +15,7 @@ from torch import nn
 import castwise
 from castwise.core import _torch
 from castwise.errors import LossScaleError, StateError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 PLANS = ["fp16-mixed", "fp16-master", "O1", "O2", "fp16-true+loss_scale.init=8"]
@@ -37,7 +38,7 @@ def make(plan: str, model: nn.Module | None = None) -> tuple[castwise.Amp, nn.Mo
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.SGD([{"params": some} for some in (decayed, others) if some], 1.0)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
@@ -91,7 +92,7 @@ REPLACED = {
     "cloned": one_by_one(torch.Tensor.clone),
     "scaled": one_by_one(lambda grad: grad * 0.5),
     "finite": one_by_one(torch.nan_to_num),
-    "kept": one_by_one(lambda grad: grad.detach().to("cpu", copy=True)),
+    "kept": one_by_one(lambda grad: grad.detach().clone()),
     "merged": merged,
     "flat": flat,
     "hidden": hidden_first,
@@ -249,7 +250,7 @@ def test_a_wrapper_that_replaces_gradients_in_its_step(plan: str) -> None:
     model = Net()
     base = torch.optim.SGD(model.parameters(), 1.0)
     wrapper = Wrapper(base)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     with pytest.raises(StateError, match="prepare the optimizer inside it"):
         amp.prepare(model, wrapper)
     amp.prepare(model, base)
@@ -266,10 +267,11 @@ def test_a_wrapper_that_replaces_gradients_in_its_step(plan: str) -> None:
     amp.close()
 
 
+@pytest.mark.sparse
 def test_sparse_gradients_that_are_replaced() -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
     for _ in range(2):  # torch puts a new sparse tensor in the place of the first
         amp.backward(model(torch.tensor([1, 2])).square().mean())

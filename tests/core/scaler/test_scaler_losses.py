@@ -16,6 +16,7 @@ import castwise
 from castwise import GradScaler
 from castwise.core.scaler import from_apex, to_apex
 from castwise.errors import LossScaleError, StateError
+from tests.here import DEVICE
 
 INF = float("inf")
 
@@ -24,7 +25,7 @@ def test_gradients_of_two_losses_are_brought_to_one_scale() -> None:
     p = nn.Parameter(torch.ones(4))
     q = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p, q], 0.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler._losses.get("b").scale.fill_(1024.0)
     for name, factor in (("a", 1.0), ("b", 10.0), ("a", 100.0)):
         scaler.backward((p * factor).sum() + (q.sum() if name == "b" else 0.0), name, params=[p, q])
@@ -40,7 +41,7 @@ def test_each_loss_moves_by_its_own_outcome(
 ) -> None:
     p = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p], 0.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     for name in order:
         scaler.backward((p * (float("inf") if name == broken else 1.0)).sum(), name, params=lambda: [p])
     scaler.step(optimizer)
@@ -52,7 +53,7 @@ def test_each_loss_moves_by_its_own_outcome(
 def test_named_losses_in_windows_of_their_own() -> None:
     p = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p], 1.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler._losses.get("b").scale.fill_(2.0)
     scaler.scale(p.sum(), "b").backward()
     assert torch.equal(p.grad, torch.full((4,), 2.0))
@@ -69,17 +70,17 @@ def test_named_losses_in_windows_of_their_own() -> None:
 
 
 def test_scale_refuses_a_second_loss_in_a_window() -> None:
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     scaler.scale(torch.ones(()), "a")
     with pytest.raises(StateError, match=r"scaler\.backward"):
         scaler.scale(torch.ones(()), "b")
 
 
 def test_named_losses_survive_saving() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2)
+    scaler = GradScaler(DEVICE, init_scale=8.0, hysteresis=2)
     scaler.scale(torch.ones(()))
     scaler._losses.get("b").scale.fill_(2.0)
-    other = GradScaler("cpu", hysteresis=2)
+    other = GradScaler(DEVICE, hysteresis=2)
     other.load_state_dict(scaler.state_dict())
     assert other.get_scale("b") == 2.0
     assert other.state_dict() == scaler.state_dict()
@@ -98,7 +99,7 @@ def test_any_mixture_of_losses_is_unscaled_exactly(
     """Whole factors and powers of two as scales: every sum is exact, so the gradients must be."""
     p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p, q], 0.0)
-    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler = GradScaler(DEVICE, init_scale=2.0)
     for name, exponent in zip("abc", exponents, strict=True):
         scaler._losses.get(name).scale.fill_(2.0**exponent)
     want = [0.0, 0.0]
@@ -115,11 +116,12 @@ def test_any_mixture_of_losses_is_unscaled_exactly(
         assert torch.equal(got, torch.full((4,), value))
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("order", [1, -1], ids=["sparse first", "dense first"])
 def test_sparse_and_dense_gradients_of_one_weight_add_up(order: int) -> None:
     """Of an embedding that one loss looks up and another uses as a matrix, as tied ones are."""
     weight = nn.Parameter(torch.ones(4, 2))
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     looked_up = nn.functional.embedding(torch.tensor([1, 1]), weight, sparse=True).sum()
     for name, loss in zip("ab", (looked_up, (3 * weight).sum())[::order], strict=True):
         scaler.backward(loss, name, params=[weight])
@@ -132,7 +134,7 @@ def test_an_overflow_counts_although_its_gradients_were_cleared() -> None:
     """As in a GAN: one network steps and clears before the other's loss is scaled in the same window."""
     p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     first, second = torch.optim.SGD([p], 0.1), torch.optim.SGD([q], 0.1)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler.backward((p * INF).sum(), "a", params=[p, q])
     scaler.step(first)
     first.zero_grad()
@@ -148,7 +150,7 @@ def test_an_overflow_at_the_windows_scale_shrinks_that() -> None:
     """Both losses are finite at scales of their own; one is too large at the other's, so skipping must end."""
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.0)
-    scaler = GradScaler("cpu", init_scale=2.0**100)
+    scaler = GradScaler(DEVICE, init_scale=2.0**100)
     scaler._losses.get("b").scale.fill_(1.0)
     skipped = []
     for _ in range(80):
@@ -166,7 +168,7 @@ def test_an_overflow_at_the_windows_scale_shrinks_that() -> None:
 def test_a_scale_set_by_hand_is_the_windows_and_the_others_still_move() -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.1)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler.backward(p.sum(), "a", params=[p])
     scaler.backward((p * INF).sum(), "b", params=[p])
     scaler.step(optimizer)
@@ -178,7 +180,7 @@ def test_a_scale_set_by_hand_is_the_windows_and_the_others_still_move() -> None:
 
 def test_the_first_loss_of_a_window_costs_no_look_at_the_parameters() -> None:
     p = nn.Parameter(torch.ones(2))
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
 
     def params() -> Any:
         raise AssertionError("looked")
@@ -192,17 +194,18 @@ def test_the_first_loss_of_a_window_costs_no_look_at_the_parameters() -> None:
 
 def test_gradients_set_aside_come_back_when_a_backward_fails() -> None:
     p = nn.Parameter(torch.ones(2))
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler.backward(p.sum(), "a", params=[p])
     with pytest.raises(RuntimeError, match="does not require grad"):
         scaler.backward(torch.ones(()), "b", params=[p])
     assert torch.equal(p.grad, torch.full((2,), 8.0))
 
 
+@pytest.mark.sparse
 def test_sparse_gradients_of_two_losses() -> None:
     table = nn.Embedding(4, 2, sparse=True)
     dense = nn.Parameter(torch.ones(2))
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler._losses.get("b").scale.fill_(2.0)
     everything = [*table.parameters(), dense]
     scaler.backward(table(torch.tensor([1])).sum() + dense.sum(), "a", params=everything)
@@ -215,7 +218,7 @@ def test_sparse_gradients_of_two_losses() -> None:
 def test_losses_keep_apart_under_every_plan_with_a_scale(plan: str) -> None:
     model = nn.Linear(2, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    with castwise.Amp(plan if "=" in plan else plan + "+loss_scale.init=8", device="cpu") as amp:
+    with castwise.Amp(plan if "=" in plan else plan + "+loss_scale.init=8", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         assert amp.scaler is not None
         amp.scaler._losses.get("b").scale.fill_(2.0)
@@ -228,7 +231,7 @@ def test_losses_keep_apart_under_every_plan_with_a_scale(plan: str) -> None:
 def test_a_loss_at_its_floor_is_named() -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.1)
-    scaler = GradScaler("cpu", init_scale=8.0, floor=1.0, patience=2)
+    scaler = GradScaler(DEVICE, init_scale=8.0, floor=1.0, patience=2)
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -245,7 +248,7 @@ def test_a_loss_at_its_floor_is_named() -> None:
 
 
 def test_saving_in_the_middle_of_a_window_changes_nothing() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler._losses.get("b").scale.fill_(2.0)
     before = scaler.scale(torch.ones(()), "b")
     pickle.loads(pickle.dumps(scaler))
@@ -257,7 +260,7 @@ def test_saving_in_the_middle_of_a_window_changes_nothing() -> None:
 
 def test_a_loss_first_used_after_loading_starts_as_without_saving() -> None:
     """The initial scale is the scaler's own, not the saved one of another loss."""
-    scaler = GradScaler("cpu", init_scale=8.0, hysteresis=3)
+    scaler = GradScaler(DEVICE, init_scale=8.0, hysteresis=3)
     scaler.load_state_dict({
         **scaler.state_dict(),
         "scale": 2.0,
@@ -272,7 +275,7 @@ def test_a_loss_first_used_after_loading_starts_as_without_saving() -> None:
 
 
 def test_asking_for_a_loss_does_not_make_one() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     assert scaler.get_scale("lsos") == 8.0
     scaler.next_state(True, "lsos")
     assert "losses" not in scaler.state_dict()
@@ -281,7 +284,7 @@ def test_asking_for_a_loss_does_not_make_one() -> None:
 def test_the_order_of_losses_survives_uses_in_another_order() -> None:
     """Apex's states go by position."""
     saved = from_apex({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(4)})
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     scaler.load_state_dict(saved)
     for name in ("loss3", "loss1"):
         scaler.scale(torch.ones(()), name)
@@ -293,7 +296,7 @@ def test_the_order_of_losses_survives_uses_in_another_order() -> None:
 def test_a_list_of_losses_is_one_backward() -> None:
     """As ``scale`` takes it."""
     weight = nn.Parameter(torch.ones(2))
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler.backward([weight.sum(), 2 * weight.sum()], params=[weight])  # type: ignore[arg-type]
     assert weight.grad is not None
     assert weight.grad.tolist() == [24.0, 24.0]

@@ -11,6 +11,7 @@ from torch import nn
 
 import castwise
 from castwise.errors import PlanError, StateError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 PLANS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "fp16-true", "O2"]
@@ -21,7 +22,7 @@ def make(plan: str, **options: Any) -> tuple[castwise.Amp, nn.Linear, torch.opti
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    amp = castwise.Amp(plan, device="cpu", **options)
+    amp = castwise.Amp(plan, device=DEVICE, **options)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
@@ -138,7 +139,7 @@ def test_a_complex_loss_is_refused(plan: str) -> None:
 @pytest.mark.parametrize("how", ["itself", "divided", "summed", "a list", "amp.scale"])
 def test_a_loss_that_is_scaled_already_is_refused(plan: str, how: str) -> None:
     amp, model, optimizer = make(plan)
-    leftover = torch.amp.GradScaler("cpu")
+    leftover = torch.amp.GradScaler(DEVICE)
     before = model.weight.detach().clone()
     if how == "a list":
         loss: torch.Tensor = leftover.scale([loss_of(model), loss_of(model)])[0]
@@ -165,7 +166,7 @@ def test_a_loss_that_is_scaled_already_is_refused(plan: str, how: str) -> None:
 
 def test_a_gradscaler_may_go_on_by_itself_where_the_plan_has_none() -> None:
     amp, model, optimizer = make("bf16-mixed")
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE)
     before = model.weight.detach().clone()
     scaler.scale(loss_of(model)).backward()
     scaler.step(optimizer)
@@ -226,7 +227,7 @@ class Gan:
 
     @staticmethod
     def data(seed: int, width: int) -> torch.Tensor:
-        return torch.randn(256, width, generator=torch.Generator().manual_seed(seed)) * 30
+        return torch.randn(256, width, generator=torch.Generator(DEVICE).manual_seed(seed)) * 30
 
     def penalty(self, gradient: torch.Tensor) -> torch.Tensor:
         return 10 * (gradient.norm(dim=1) - 1).square().mean()
@@ -235,7 +236,7 @@ class Gan:
 def gan_by_castwise(steps: int, **name: Any) -> list[bool]:
     gan = Gan()
     critic, (first, second) = gan.critic, gan.optimizers
-    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(gan.generator, second)
     amp.prepare(critic, first)
     skipped = []
@@ -257,10 +258,10 @@ def gan_by_castwise(steps: int, **name: Any) -> list[bool]:
 def gan_by_hand(steps: int) -> list[bool]:
     gan = Gan()
     critic, (first, second) = gan.critic, gan.optimizers
-    scalers = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    scalers = torch.amp.GradScaler(DEVICE), torch.amp.GradScaler(DEVICE)
 
     def run(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             return net(x).float()
 
     skipped = []

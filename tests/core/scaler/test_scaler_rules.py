@@ -12,6 +12,7 @@ from torch import nn
 
 import castwise
 from castwise.errors import LossScaleError, NonFiniteError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 FACTOR = 500.0
@@ -47,12 +48,12 @@ def by_hand(steps: int) -> tuple[int, list[float]]:
     """The rule in a loop of torch.amp, with update() whether a step is made or not."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler(DEVICE)
     scales = []
     left_out = 0
     for _ in range(steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(DEVICE, torch.float16):
             out = model(torch.ones(2, 4))
         scaler.scale((out.float() * FACTOR).square().mean()).backward()
         scaler.unscale_(optimizer)
@@ -72,7 +73,7 @@ def by_hand(steps: int) -> tuple[int, list[float]]:
 def test_a_users_own_rule_counts_as_an_overflow(plan: str, clear: str, look: str) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     scales: list[float] = []
     left_out = 0
@@ -105,7 +106,7 @@ def test_gradients_that_were_returned_and_left_count_as_an_overflow(plan: str, s
     """With a second optimizer that steps in each round, too, by gradients of a loss of its own."""
     model, other = net(), net()
     optimizer, healthy = (torch.optim.SGD(m.parameters(), 1e-3) for m in (model, other))
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     if several:
         amp.prepare(other, healthy)
@@ -138,7 +139,7 @@ def test_gradients_that_were_returned_and_left_count_as_an_overflow(plan: str, s
 def test_returned_gradients_of_inputs_and_with_a_graph_move_no_scale() -> None:
     """Those show in the step that follows."""
     model = net()
-    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
     x = torch.full((2, 4), math.inf, requires_grad=True)
     for inputs, graph in ([x], False), ([*model.parameters()], True):
@@ -155,7 +156,7 @@ def test_returned_gradients_of_inputs_and_with_a_graph_move_no_scale() -> None:
 def test_a_users_own_rule_is_counted_without_a_scale_too(plan: str, clear: str, look: str) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     for step in range(6):
         amp.backward(model(torch.ones(2, 4)).mean() * (math.nan if step % 2 else 1.0))
@@ -177,7 +178,7 @@ def test_a_users_own_rule_is_counted_without_a_scale_too(plan: str, clear: str, 
 def test_finite_gradients_that_a_rule_leaves_out_change_nothing() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    amp = castwise.Amp("fp16-mixed+loss_scale.init=8+loss_scale.interval=3", device="cpu")
+    amp = castwise.Amp("fp16-mixed+loss_scale.init=8+loss_scale.interval=3", device=DEVICE)
     amp.prepare(model, optimizer)
     for _ in range(9):
         amp.backward(model(torch.ones(2, 4)).square().mean())
@@ -191,7 +192,7 @@ def test_finite_gradients_that_a_rule_leaves_out_change_nothing() -> None:
 def test_a_state_saved_right_after_a_step_was_left_out_has_the_scale_that_comes(clear: str) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
     amp.backward(model(torch.ones(2, 4)).sum() * math.inf)
     amp.unscale_(optimizer)
@@ -205,7 +206,7 @@ def test_a_state_saved_right_after_a_step_was_left_out_has_the_scale_that_comes(
 def test_an_optimizer_that_keeps_its_gradients_is_rescaled_when_another_is_left_out() -> None:
     model = Two()
     a, b = (torch.optim.SGD(model.parts[name].parameters(), 1.0) for name in "ab")
-    amp = castwise.Amp("fp16-mixed+loss_scale.init=64", device="cpu")
+    amp = castwise.Amp("fp16-mixed+loss_scale.init=64", device=DEVICE)
     amp.prepare(model, a, b)
     plain = net()
     for factor in (math.inf, 1.0):
@@ -223,7 +224,7 @@ def test_an_optimizer_that_keeps_its_gradients_is_rescaled_when_another_is_left_
 def test_what_is_set_after_a_rule_cleared_is_stepped_by_itself() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
     for step in (amp.step, lambda _: optimizer.step()):
         amp.backward(model(torch.ones(2, 4)).sum() * math.inf)
@@ -247,7 +248,7 @@ def taking_turns(plan: Any, way: str, steps: int, names: tuple[str, str] = ("los
     """Two optimizers, of which one never has a finite gradient."""
     model = Two()
     a, b = (torch.optim.SGD(model.parts[name].parameters(), 1e-3) for name in "ab")
-    amp = castwise.Amp(plan, device="cpu", patience=5)
+    amp = castwise.Amp(plan, device=DEVICE, patience=5)
     amp.prepare(model, a, b)
     x = torch.ones(2, 4)
     for _ in range(steps):
@@ -293,7 +294,7 @@ def test_one_loss_that_always_overflows_is_an_error_beside_one_that_does_not() -
     """One optimizer, whose steps by the other loss are sound."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    amp = castwise.Amp("fp16-mixed+loss_scale.floor=1024", device="cpu", patience=5)
+    amp = castwise.Amp("fp16-mixed+loss_scale.floor=1024", device=DEVICE, patience=5)
     amp.prepare(model, optimizer)
 
     def train(name: str, factor: float) -> None:
@@ -312,11 +313,12 @@ def test_one_loss_that_always_overflows_is_an_error_beside_one_that_does_not() -
     assert amp.get_scale("good") == 2.0**16
 
 
+@pytest.mark.cpu  # where only a device knows of them, the host does not wait to hear
 @pytest.mark.parametrize("plan", ["fp32", "fp16-mixed+loss_scale.floor=1024"])
 def test_steps_that_a_rule_left_out_count_among_those_in_a_row(plan: str) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    amp = castwise.Amp(plan, device="cpu", patience=12)
+    amp = castwise.Amp(plan, device=DEVICE, patience=12)
     amp.prepare(model, optimizer)
     for _ in range(11):
         amp.backward(model(torch.ones(2, 4)).mean() * math.nan)

@@ -15,6 +15,7 @@ from castwise import GradScaler
 from castwise.core.scaler import StepResult
 from castwise.errors import LossScaleError, StateError
 from tests.distributed.world import World
+from tests.here import DEVICE
 
 INF = float("inf")
 
@@ -39,7 +40,7 @@ def another_ranks_flag(returns: bool) -> Callable[[torch.Tensor], torch.Tensor |
 def test_another_ranks_overflow_skips_here_too(fused: bool, first: bool, returns: bool) -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([p], 0.1, fused=fused)
-    scaler = GradScaler("cpu", reduce=another_ranks_flag(returns))
+    scaler = GradScaler(DEVICE, reduce=another_ranks_flag(returns))
     scaler.scale(p.sum()).backward()
     if first:
         scaler.unscale_(optimizer)
@@ -55,7 +56,7 @@ def test_a_rank_without_gradients_takes_part() -> None:
     calls = []
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.1)
-    scaler = GradScaler("cpu", reduce=lambda flag: calls.append(flag))
+    scaler = GradScaler(DEVICE, reduce=lambda flag: calls.append(flag))
     scaler.scale(torch.ones((), requires_grad=True)).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -77,7 +78,7 @@ class CountSyncs(TorchDispatchMode):
 @pytest.mark.parametrize("extras", [{}, {"hysteresis": 2}, {"ceiling": 2.0**20}])
 def test_fused_optimizers_need_no_host_sync(extras: dict[str, Any]) -> None:
     p = nn.Parameter(torch.ones(2))
-    scaler = GradScaler("cpu", **extras)
+    scaler = GradScaler(DEVICE, **extras)
     optimizer = torch.optim.AdamW([p], 0.1, fused=True)
     scaler.scale(p.sum()).backward()
     with CountSyncs() as syncs:
@@ -93,7 +94,7 @@ def test_fused_optimizers_need_no_host_sync(extras: dict[str, Any]) -> None:
 
 def test_watching_a_floor_needs_no_host_sync() -> None:
     p = nn.Parameter(torch.ones(2))
-    scaler = GradScaler("cpu", init_scale=8.0, floor=1.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0, floor=1.0)
     optimizer = torch.optim.AdamW([p], 0.1, fused=True)
     with CountSyncs() as syncs:
         for factor in (1.0, float("inf"), 1.0):
@@ -109,7 +110,7 @@ def test_watching_a_floor_needs_no_host_sync() -> None:
 def test_result_outlives_the_window() -> None:
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     optimizers = [torch.optim.AdamW([p], 0.1, fused=True) for p in params]
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     scaler.scale(params[0].sum() + params[1].sum() * float("inf")).backward()
     results = []
     for optimizer in optimizers:
@@ -136,11 +137,11 @@ def test_steps_that_belong_together_are_skipped_where_one_was() -> None:
 def test_fp16_gradients() -> None:
     p = nn.Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = torch.optim.SGD([p], 0.1)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler.scale(p.float().sum()).backward()
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         scaler.step(optimizer)
-    scaler = GradScaler("cpu", init_scale=8.0, allow_fp16_grads=True)
+    scaler = GradScaler(DEVICE, init_scale=8.0, allow_fp16_grads=True)
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
     assert torch.equal(p.grad, torch.ones(2).half())
@@ -149,7 +150,7 @@ def test_fp16_gradients() -> None:
 def test_last_and_previous_outcomes() -> None:
     params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     optimizers = [torch.optim.SGD([params[0]], 0.1), torch.optim.AdamW([params[1]], 0.1, fused=True)]
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     assert scaler.last_result is None
     assert scaler.previous_skipped is None
     previous = []
@@ -173,7 +174,7 @@ def test_last_and_previous_outcomes() -> None:
 def train_with_ranks(rank: int, fused: bool, first: bool) -> tuple[Any, ...]:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([p], 0.1, fused=fused)
-    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    scaler = GradScaler(DEVICE, process_group=dist.group.WORLD)
     outcomes = []
     for bad in (None, 0, None, 1):
         scaler.scale(p.sum() * (INF if rank == bad else 1.0)).backward()
@@ -196,7 +197,7 @@ def keep_apart_in_buckets(rank: int) -> None:
     model = nn.Linear(2, 1, bias=False)
     parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler._losses.get("b").scale.fill_(2.0)
     for _ in range(2):
         for name, factor in (("a", 1.0), ("b", 2.0), ("a", 4.0)):
@@ -280,7 +281,7 @@ def test_compiled_loop_with_a_fused_optimizer() -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
-        scaler = GradScaler("cpu")
+        scaler = GradScaler(DEVICE)
 
         def step(x: torch.Tensor) -> torch.Tensor:
             loss = model(x).pow(2).mean()
@@ -299,7 +300,7 @@ def test_compiled_loop_with_a_fused_optimizer() -> None:
 def test_scaling_is_traced_into_one_graph() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scaler = GradScaler(DEVICE, init_scale=8.0, growth_interval=2)
     scaler.scale(torch.ones(()))  # makes the scale, which no graph may do
     scaler.load_state_dict(scaler.state_dict())  # no window is open
     graphs = 0

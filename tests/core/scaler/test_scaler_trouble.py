@@ -11,6 +11,7 @@ from torch import nn
 
 from castwise import GradScaler
 from castwise.errors import LossScaleError
+from tests.here import DEVICE, until_known
 
 INF = float("inf")
 
@@ -51,7 +52,7 @@ def test_lbfgs_is_what_it_is_without_a_scale(positional: bool, search: str | Non
                 scaler.update()
         return values + p.tolist()
 
-    assert run(GradScaler("cpu")) == run(None)
+    assert run(GradScaler(DEVICE)) == run(None)
 
 
 @pytest.mark.parametrize("bad_evaluation", [1, 3])
@@ -59,7 +60,7 @@ def test_lbfgs_is_what_it_is_without_a_scale(positional: bool, search: str | Non
 def test_a_non_finite_evaluation_takes_the_whole_step_back(bad_evaluation: int, value: float) -> None:
     p = nn.Parameter(torch.tensor([3.0, -2.0]))
     optimizer = torch.optim.LBFGS([p], 0.1, max_iter=4)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     bad = torch.tensor(1.0)
     evaluations = 0
 
@@ -97,7 +98,7 @@ def test_a_closure_passes_other_arguments_on_and_options_are_taken_back() -> Non
 
     p = nn.Parameter(torch.ones(2))
     optimizer = Counting([p], torch.tensor(0.1))
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = GradScaler(DEVICE, init_scale=8.0)
     rate = optimizer.param_groups[0]["lr"]
     scaler.step(optimizer, closure_for(scaler, optimizer, p.sum), extra=3)
     scaler.update()
@@ -138,13 +139,13 @@ def test_an_optimizer_that_climbs_before_it_evaluates() -> None:
             scaler.step(optimizer, closure)
         return p.tolist()
 
-    assert run(GradScaler("cpu")) == run(None)
+    assert run(GradScaler(DEVICE)) == run(None)
 
 
 def test_an_error_in_a_closure_is_the_callers() -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.LBFGS([p])
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
 
     def closure() -> torch.Tensor:
         raise ZeroDivisionError
@@ -162,7 +163,7 @@ def test_a_scale_at_its_floor_raises_with_names() -> None:
     model = nn.ModuleDict({"good": nn.Linear(2, 2, bias=False), "bad": nn.Linear(2, 2, bias=False)})
     for fused in (False, True):
         optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=fused)
-        scaler = GradScaler("cpu", init_scale=4.0, floor=1.0, patience=3)
+        scaler = GradScaler(DEVICE, init_scale=4.0, floor=1.0, patience=3)
         scaler.param_names = lambda: {id(p): name for name, p in model.named_parameters()}
 
         def train(steps: int, scaler: GradScaler = scaler, optimizer: Any = optimizer) -> None:
@@ -174,9 +175,9 @@ def test_a_scale_at_its_floor_raises_with_names() -> None:
                 optimizer.zero_grad()
 
         train(2)  # from 4 down to the floor
-        words = r"3 times in a row.*floor, 1; first affected: bad\.weight\. A"
+        words = r"[3-6] times in a row.*floor, 1; first affected: bad\.weight\. A"
         with pytest.raises(LossScaleError, match=words):
-            train(1)
+            until_known(lambda: train(1), fused)
 
 
 def overflow(scaler: GradScaler, steps: int, fused: bool = False) -> None:
@@ -194,11 +195,11 @@ def overflow(scaler: GradScaler, steps: int, fused: bool = False) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_one_bad_optimizer_among_two_is_enough(fused: bool) -> None:
     with pytest.raises(LossScaleError, match=r"param_groups\[0\]\['params'\]\[0\]\. A smaller"):
-        overflow(GradScaler("cpu", init_scale=8.0, floor=1.0, patience=3), 10, fused)
+        overflow(GradScaler(DEVICE, init_scale=8.0, floor=1.0, patience=3), 10, fused)
 
 
 def test_without_a_floor_the_end_of_fp32_is_one() -> None:
-    scaler = GradScaler("cpu", init_scale=2.0**-120, patience=3)
+    scaler = GradScaler(DEVICE, init_scale=2.0**-120, patience=3)
     with pytest.raises(LossScaleError, match=r"7 times in a row.*at its floor, 1\.17549e-38"):
         overflow(scaler, 20)
     assert scaler.get_scale() > 0
@@ -208,16 +209,16 @@ def test_a_static_scale_that_always_overflows_is_an_error_too() -> None:
     with pytest.raises(
         LossScaleError, match=r"the loss scale is static, 8; .*Use a dynamic or smaller loss scale"
     ):
-        overflow(GradScaler("cpu", init_scale=8.0, dynamic=False, patience=3), 3)
+        overflow(GradScaler(DEVICE, init_scale=8.0, dynamic=False, patience=3), 3)
 
 
 def test_overflows_with_room_below_or_in_between_are_no_error() -> None:
-    scaler = GradScaler("cpu", init_scale=2.0**40, floor=1.0, patience=3)
+    scaler = GradScaler(DEVICE, init_scale=2.0**40, floor=1.0, patience=3)
     overflow(scaler, 20)
     assert scaler.get_scale() == 2.0**20
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.1)
-    scaler = GradScaler("cpu", init_scale=1.0, floor=1.0, patience=2)
+    scaler = GradScaler(DEVICE, init_scale=1.0, floor=1.0, patience=2)
     for factor in (INF, 1.0) * 5:
         scaler.scale(p.sum() * factor).backward()
         scaler.step(optimizer)
@@ -226,7 +227,7 @@ def test_overflows_with_room_below_or_in_between_are_no_error() -> None:
 
 
 def test_overflows_in_a_row_are_counted_anew_after_loading() -> None:
-    scaler = GradScaler("cpu", init_scale=1.0, floor=1.0, patience=3)
+    scaler = GradScaler(DEVICE, init_scale=1.0, floor=1.0, patience=3)
     state = scaler.state_dict()
     for _ in range(3):
         overflow(scaler, 2)
@@ -239,7 +240,7 @@ def test_overflows_in_a_row_are_counted_anew_after_loading() -> None:
 def test_momentum_that_a_skipped_first_step_left_unwritten_goes() -> None:
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.1, momentum=0.9, fused=True)
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     scaler.scale(p.sum() * INF).backward()
     scaler.step(optimizer)
     assert not optimizer.state
@@ -251,7 +252,7 @@ def test_names_come_from_the_optimizer_where_it_has_them() -> None:
     optimizer = torch.optim.SGD(model.named_parameters(), 0.1)
     model.weight.grad = torch.full((2, 2), float("nan"))
     model.bias.grad = torch.ones(2)
-    scaler = GradScaler("cpu")
+    scaler = GradScaler(DEVICE)
     assert scaler.non_finite_params(optimizer) == ["weight"]
     scaler.param_names = lambda: {id(model.weight): "encoder.weight"}
     assert scaler.non_finite_params(optimizer) == ["encoder.weight"]

@@ -14,6 +14,7 @@ from torch import nn
 import castwise
 from castwise.errors import NonFiniteError
 from tests.core.scaler.test_scaler_guard import UNSCALED, Run, X
+from tests.here import DEVICE
 from tests.soak import each_value
 
 NAN = float("nan")
@@ -99,7 +100,7 @@ class Conjugated(Complex):
 def test_complex_gradients(plan: str, factor: float, kind: type[Complex]) -> None:
     model, alone = kind(), kind()
     optimizer, plain = (torch.optim.SGD(m.parameters(), 0.5) for m in (model, alone))
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     amp.backward(model(torch.arange(3.0)) * factor)
     assert amp.step(optimizer).skipped == (factor != 1.0)

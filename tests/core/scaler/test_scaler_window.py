@@ -14,6 +14,7 @@ from torch import nn
 import castwise
 from castwise import LossScale, Plan
 from castwise.errors import StateError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 INF = float("inf")
@@ -37,13 +38,13 @@ def pair(plan: Any = MOVING) -> tuple[castwise.Amp, Pair, torch.optim.Optimizer,
     model = Pair()
     a = torch.optim.SGD(model.a.parameters(), 0.125, momentum=0.5)
     b = torch.optim.SGD(model.b.parameters(), 0.25)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, a, b)
     return amp, model, a, b
 
 
 def batch(seed: int) -> torch.Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(3, 4, generator=torch.Generator(DEVICE).manual_seed(seed))
 
 
 # --- getters ------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_a_state_taken_after_a_step_resumes_bit_for_bit(plan: Any, factor: float
     )
     for optimizer, saved in zip(optimizers, state[2:], strict=True):
         optimizer.load_state_dict(saved)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(twin, *optimizers)
     amp.load_state_dict(state[0])
     got = go_on(amp, twin, *optimizers)
@@ -164,7 +165,7 @@ def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
         def __init__(self, plan: Any) -> None:
             self.model = nn.ParameterDict({name: torch.ones(3) for name in "ab"})
             self.optimizers = {name: torch.optim.SGD([self.model[name]], 0.25, fused=fused) for name in "ab"}
-            self.amp = castwise.Amp(plan, device="cpu")
+            self.amp = castwise.Amp(plan, device=DEVICE)
             self.amp.prepare(self.model, *self.optimizers.values())
             self.state = self.amp.state_dict()
             self.fed: set[str] = set()
@@ -275,7 +276,7 @@ def test_a_step_that_fails_leaves_gradients_that_are_known(
             b.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
 
-    with castwise.Amp(MOVING, device="cpu") as amp:
+    with castwise.Amp(MOVING, device=DEVICE) as amp:
         torch.testing.assert_close(run(amp), run(None), rtol=1e-5, atol=1e-7)
 
 
@@ -322,7 +323,7 @@ def test_a_named_loss_gives_held_gradients_their_size(between: str, held: str, t
 def test_steps_while_a_backward_runs(way: str, by: str) -> None:
     """An optimizer for each parameter, stepped when its gradient has come."""
     ends = []
-    for amp in (castwise.Amp(MOVING, device="cpu"), None):
+    for amp in (castwise.Amp(MOVING, device=DEVICE), None):
         model = Pair()
         optimizers = {p: torch.optim.SGD([p], 0.125) for p in model.parameters()}
 
@@ -445,7 +446,7 @@ def test_what_is_no_clipping_raises_no_alarm() -> None:
 def test_the_scale_itself_is_asked_for_and_brought_in_by_hand() -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
     before = model.weight.detach().clone()
     scale = amp.scale(torch.ones(()))
@@ -471,7 +472,7 @@ def test_a_plain_backward_after_a_scale_that_nobody_used_is_noticed() -> None:
 def test_scaled_gradients_are_added_to_plain_ones(by: str) -> None:
     amp, model, a, b = pair("fp16-mixed+loss_scale.init=64")
     plain = copy.deepcopy(model)
-    castwise.Amp("fp16-mixed", device="cpu").prepare(plain)
+    castwise.Amp("fp16-mixed", device=DEVICE).prepare(plain)
     for _ in range(2):
         amp.scale(model(batch(0)).pow(2).mean())
         for which in (model, plain):
@@ -499,7 +500,7 @@ def test_an_optimizer_that_was_never_prepared_is_refused_scaled_gradients(
     plan: str, by: str, which: str
 ) -> None:
     model = Pair()
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     whole = [sgd(model.parameters())] if which in ("same", "replaced") else []
     own = [sgd(model.a.parameters())] if which == "half" else whole
     amp.prepare(model, *own)
@@ -550,7 +551,7 @@ def test_plain_gradients_in_the_place_of_dropped_ones_are_not_taken_for_scaled()
 
 def test_gradients_of_no_optimizer_come_to_a_scale_of_one_at_close() -> None:
     model, plain = Pair(), Pair()
-    amp = castwise.Amp("fp16-mixed+loss_scale.init=64", device="cpu")
+    amp = castwise.Amp("fp16-mixed+loss_scale.init=64", device=DEVICE)
     amp.prepare(model)
     amp.backward(model(batch(0)).pow(2).mean())
     amp.close()
@@ -564,14 +565,14 @@ def test_gradients_of_no_optimizer_come_to_a_scale_of_one_at_close() -> None:
 def test_a_parameter_in_two_optimizers_is_refused_under_a_loss_scale(plan: str, later: bool) -> None:
     model = Pair()
     first, second = sgd(model.parameters()), sgd(model.a.parameters())
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     whole = nn.Sequential(model)
     if later:
         amp.prepare(model, first)
     with pytest.raises(StateError, match=r"a\.weight of this \w+ is in two optimizers, SGD and SGD"):
         amp.prepare(whole, first, second)
     amp.close()
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(model, first, second)
 
 
@@ -579,7 +580,7 @@ def test_a_parameter_in_two_optimizers_is_refused_under_a_loss_scale(plan: str, 
 def test_nobody_looks_after_steps_once_the_session_is_closed(plan: str) -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(model(torch.ones(1, 2)).sum())
         amp.step(optimizer)
@@ -591,7 +592,7 @@ def test_nobody_looks_after_steps_once_the_session_is_closed(plan: str) -> None:
 def test_one_optimizer_has_one_loss_scale() -> None:
     model, other = Pair(), Pair()
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.125)
-    first, second = castwise.Amp(MOVING, device="cpu"), castwise.Amp(MOVING, device="cpu")
+    first, second = castwise.Amp(MOVING, device=DEVICE), castwise.Amp(MOVING, device=DEVICE)
     first.prepare(model, optimizer)
     with pytest.raises(StateError, match=r"this SGD is already prepared by another Amp with a loss scale"):
         second.prepare(other, optimizer)
@@ -626,7 +627,7 @@ def test_errors_speak_of_what_there_is() -> None:
     amp.step(b)
     optimizer = torch.optim.LBFGS(model.parameters())
     amp.close()
-    amp = castwise.Amp("fp16-mixed", device="cpu")
+    amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
 
     def closure() -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from castwise import Amp
 from castwise.core import _torch, masters
 from castwise.core.session import canary
+from tests.here import DEVICE
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +26,8 @@ def unasked() -> Iterator[None]:
 def said() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Amp("bf16-mixed", device="cpu")
-        Amp("bf16-mixed", device="cpu")
+        Amp("bf16-mixed", device=DEVICE)
+        Amp("bf16-mixed", device=DEVICE)
     return [str(warning.message) for warning in caught]
 
 

@@ -25,6 +25,7 @@ from castwise.errors import StateError
 from castwise.lab.timing import timing
 from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.workloads.workload import Workload, find_workload
+from tests.here import DEVICE
 from tests.soak import every
 
 pytestmark = [
@@ -34,7 +35,7 @@ pytestmark = [
     # Dynamo itself looks at .grad of the input of a resumed frame.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 TINY = str(Path(__file__).parents[2] / "commands" / "jobs" / "tiny_workloads.py") + ":mlp"
 
@@ -78,8 +79,8 @@ def test_prepare_compiles_in_place_and_close_takes_it_off(line: str) -> None:
     optimizer, other = (torch.optim.SGD(m.parameters(), 0.01) for m in (model, eager))
     before = given(model)
     with (
-        castwise.Amp(f"{line}+compile=default", device="cpu") as amp,
-        castwise.Amp(line, device="cpu") as plain,
+        castwise.Amp(f"{line}+compile=default", device=DEVICE) as amp,
+        castwise.Amp(line, device=DEVICE) as plain,
     ):
         assert amp.prepare(model, optimizer) == (model, optimizer)
         plain.prepare(eager, other)
@@ -101,7 +102,7 @@ def test_prepare_compiles_in_place_and_close_takes_it_off(line: str) -> None:
     model(X)
     assert graphs() == start + 1
     with castwise.Amp(
-        "bf16-mixed+compile=default+output=as_is", device="cpu"
+        "bf16-mixed+compile=default+output=as_is", device=DEVICE
     ) as amp:  # and again, by another plan
         amp.prepare(model)
         assert model(X).dtype is torch.bfloat16
@@ -111,7 +112,7 @@ def test_prepare_compiles_in_place_and_close_takes_it_off(line: str) -> None:
 def test_whatever_class_a_model_has_it_is_compiled() -> None:
     """Torch's own ``module.compile()`` leaves torch's classes to Python, hooks and all."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    with castwise.Amp("fp32+compile=default", device="cpu") as amp:
+    with castwise.Amp("fp32+compile=default", device=DEVICE) as amp:
         amp.prepare(model)
         start = graphs()
         model(X)
@@ -127,7 +128,7 @@ def test_models_of_one_class_are_compiled_each_for_itself_and_all_of_them() -> N
         for model, dtype in zip(models, formats, strict=True):
             short = "bf16" if dtype is torch.bfloat16 else "fp16"
             amp = stack.enter_context(
-                castwise.Amp(f"{short}-mixed+compile=default+output=as_is", device="cpu")
+                castwise.Amp(f"{short}-mixed+compile=default+output=as_is", device=DEVICE)
             )
             amp.prepare(model)
         assert [model(X).dtype for model in models] == formats
@@ -146,7 +147,7 @@ def test_a_model_that_is_compiled_already_is_refused(compiled: Callable[[nn.Modu
     model = Net()
     run = compiled(model)
     before = given(model)
-    amp = castwise.Amp("bf16-mixed+compile=default", device="cpu")
+    amp = castwise.Amp("bf16-mixed+compile=default", device=DEVICE)
     with pytest.raises(StateError) as error:
         amp.prepare(run)
     assert str(error.value) == (
@@ -154,7 +155,7 @@ def test_a_model_that_is_compiled_already_is_refused(compiled: Callable[[nn.Modu
         "before torch.compile, or use a plan with compile='as_given', which leaves compiling to you"
     )
     assert given(model) == before
-    with castwise.Amp("bf16-mixed+output=as_is", device="cpu") as amp:  # as given: it stays compiled
+    with castwise.Amp("bf16-mixed+output=as_is", device=DEVICE) as amp:  # as given: it stays compiled
         amp.prepare(run)
         start = graphs()
         assert run(X).dtype is torch.bfloat16
@@ -169,14 +170,14 @@ def test_a_prepare_that_fails_leaves_nothing_compiled(monkeypatch: pytest.Monkey
     before = given(model)
     monkeypatch.setattr(castwise.session.amp.wrappers, "on_ddp", fails)
     with pytest.raises(KeyboardInterrupt):
-        castwise.Amp("bf16-mixed+compile=default", device="cpu").prepare(model)
+        castwise.Amp("bf16-mixed+compile=default", device=DEVICE).prepare(model)
     assert given(model).keys() == before.keys()
     assert model._compiled_call_impl is None
 
 
 def test_copies_and_replicas_run_by_the_plan_uncompiled() -> None:
     model = Net()
-    with castwise.Amp("bf16-mixed+compile=default+output=as_is", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed+compile=default+output=as_is", device=DEVICE) as amp:
         amp.prepare(model)
         want = model(X)
         start = graphs()
@@ -191,7 +192,7 @@ def test_copies_and_replicas_run_by_the_plan_uncompiled() -> None:
 
 def test_a_compiled_model_inside_of_what_is_compiled_is_part_of_it() -> None:
     model = Net()
-    with castwise.Amp("bf16-mixed+compile=default", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed+compile=default", device=DEVICE) as amp:
         amp.prepare(model)
         want = model(X)
         outer = torch.compile(lambda x: model(x) + 1, fullgraph=True)
@@ -204,7 +205,7 @@ def test_a_compiled_model_inside_of_what_is_compiled_is_part_of_it() -> None:
 
 def test_a_part_of_a_model_is_compiled_alone() -> None:
     model = nn.Sequential(Net(), nn.Linear(8, 2))
-    with castwise.Amp("bf16-mixed+compile=default", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed+compile=default", device=DEVICE) as amp:
         amp.prepare(model[0])
         start = graphs()
         model(X).sum().backward()
@@ -222,7 +223,7 @@ def test_an_exception_of_any_kind_leaves_no_plan_in_force() -> None:
             return super().forward(x)
 
     model = Stops()
-    with castwise.Amp("bf16-mixed+compile=default+ops.exp=fp32", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed+compile=default+ops.exp=fp32", device=DEVICE) as amp:
         amp.prepare(model)
         model(X)
         for error in (KeyboardInterrupt(), ValueError("no")):
@@ -230,12 +231,12 @@ def test_an_exception_of_any_kind_leaves_no_plan_in_force() -> None:
             with pytest.raises(type(error)):
                 model(X)
             assert frames.depth() == 0
-            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled(DEVICE)
 
 
 def test_a_session_that_compiles_goes_with_its_model() -> None:
     model = Net()
-    amp = castwise.Amp("bf16-mixed+compile=default", device="cpu")
+    amp = castwise.Amp("bf16-mixed+compile=default", device=DEVICE)
     amp.prepare(model)
     model(X).sum().backward()
     alive = weakref.ref(model), weakref.ref(amp)
@@ -307,7 +308,7 @@ def test_the_bench_compiles_and_says_how_long_it_took() -> None:
     result = bench(
         made,
         ["bf16-mixed", "bf16-mixed+compile=default"],
-        device="cpu",
+        device=DEVICE,
         steps=8,
         rounds=2,
         starts=0,
@@ -335,8 +336,8 @@ def test_a_training_compiles_and_evaluates_without(tmp_path: Path) -> None:
 
     made = dataclasses.replace(found, evaluate=watched)
     start = graphs()
-    result = train(made, "bf16-mixed+compile=default", steps=4, out=tmp_path, device="cpu")
-    plain = train(found, "bf16-mixed", steps=4, out=tmp_path / "plain", device="cpu")
+    result = train(made, "bf16-mixed+compile=default", steps=4, out=tmp_path, device=DEVICE)
+    plain = train(found, "bf16-mixed", steps=4, out=tmp_path / "plain", device=DEVICE)
     assert calls[0] > start
     assert calls[0] == calls[1] == graphs()
     assert result.plan == "bf16-mixed+compile=default"

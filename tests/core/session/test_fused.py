@@ -12,6 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from castwise import Amp
 from castwise.errors import DeviceError
+from tests.here import DEVICE
 
 LOW = [torch.bfloat16, torch.float16]
 
@@ -49,7 +50,7 @@ def test_others_update_low_parameters(kind: Any, dtype: torch.dtype) -> None:
 def test_a_kernel_that_would_not_train_is_refused(line: str, fused: bool) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
-    with Amp(line, device="cpu") as amp, pytest.raises(DeviceError, match="fused SGD does not update"):
+    with Amp(line, device=DEVICE) as amp, pytest.raises(DeviceError, match="fused SGD does not update"):
         amp.prepare(model, optimizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert bool(optimizer.param_groups[0]["fused"]) is fused
@@ -60,7 +61,7 @@ def test_with_fp32_to_step_on_it_trains(line: str) -> None:
     model = nn.Linear(8, 8)
     before = model.weight.detach().clone()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with Amp(line, device="cpu") as amp:
+    with Amp(line, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(model(torch.ones(2, 8)).sum())
         amp.step(optimizer)
@@ -77,7 +78,7 @@ def test_an_eps_that_is_zero_in_the_format_of_the_weights_is_said(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = kind(model.parameters(), eps=eps)  # type: ignore[call-arg]
-    with warnings.catch_warnings(record=True) as heard, Amp(plan, device="cpu") as amp:
+    with warnings.catch_warnings(record=True) as heard, Amp(plan, device=DEVICE) as amp:
         warnings.simplefilter("always")
         amp.prepare(model, optimizer)
         amp.scale(model(torch.tensor([[1.0, 0.0]])).sum()).backward()  # half of the weights have no gradient

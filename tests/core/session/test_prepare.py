@@ -21,6 +21,7 @@ from castwise.core.casting import frames, kernels
 from castwise.core.masters import state
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import DeviceError, PlanError, StateError
+from tests.here import DEVICE
 from tests.soak import each_value, every
 
 NAMES = [name for name in PRESETS if name != "tf32"]
@@ -92,8 +93,8 @@ def photograph(model: nn.Module, *optimizers: torch.optim.Optimizer, values: boo
             }
             for o in optimizers
         ],
-        "kernels": kernels.registered("cpu"),
-        "autocast": torch.is_autocast_enabled("cpu"),
+        "kernels": kernels.registered(DEVICE),
+        "autocast": torch.is_autocast_enabled(DEVICE),
         "settings": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
         "masters": [masters.master_of(p) is not None for p in model.parameters()],
     }
@@ -174,7 +175,7 @@ def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> N
         o for o in (optimizer, *others) if isinstance(o, torch.optim.Optimizer) and not isinstance(o, Wrapper)
     ]
     before, want = photograph(model, *watched), copy.deepcopy(model)(X)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     error, text = REFUSED[why]
     for _ in range(2):  # it was not half done, so it is refused again for the same reason
         with pytest.raises(error, match=text):
@@ -216,7 +217,7 @@ def test_a_prepare_that_is_interrupted_is_taken_back(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    amp = castwise.Amp(Plan.parse(f"{name}+optimizer=fused+memory_format=channels_last"), device="cpu")
+    amp = castwise.Amp(Plan.parse(f"{name}+optimizer=fused+memory_format=channels_last"), device=DEVICE)
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, interrupt)
         with contextlib.suppress(KeyboardInterrupt):
@@ -240,7 +241,7 @@ def test_parameters_that_cannot_be_stored_otherwise_are_refused_in_words(name: s
         (nn.Sequential(nn.LazyLinear(4)), "0.weight, 0.bias of this Sequential have no shape yet"),
     ):
         optimizer = torch.optim.SGD(broken.parameters(), 0.1)
-        amp = castwise.Amp(name, device="cpu")
+        amp = castwise.Amp(name, device=DEVICE)
         dtypes = [p.dtype for p in broken.parameters()]
         with pytest.raises(StateError, match=text):
             amp.prepare(broken, optimizer)
@@ -252,7 +253,7 @@ def test_parameters_that_cannot_be_stored_otherwise_are_refused_in_words(name: s
 def test_fp64_is_never_cast(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     before = copy.deepcopy(model.state_dict())
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         assert model[1].weight.dtype is torch.float64
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -279,13 +280,13 @@ def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
                 parameter.copy_(parameter.to(Plan.preset(name).compute_dtype))
     before = photograph(model, optimizer)
     plan = Plan.parse(f"{name}+memory_format=channels_last{fused}+fp32_matmul=ieee")
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer, methods=("encode",))
         assert not same(photograph(model, optimizer), before)
     after = photograph(model, optimizer)
     for key in before.keys() - {"state"}:
         assert same(after[key], before[key]), key
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         train(amp, model, optimizer)
         frozen = amp.model_state_dict(model)["frozen.weight"].clone()
@@ -308,7 +309,7 @@ def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
 def test_inference_weights_come_back(name: str) -> None:
     model = Net().eval()
     before, want = photograph(model), model(X)
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, inference=True)
         with torch.inference_mode():
             model(X)
@@ -319,7 +320,7 @@ def test_inference_weights_come_back(name: str) -> None:
 def test_a_collected_session_gives_its_settings_up() -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     model = Net()
-    castwise.Amp("bf16-mixed+fp32_matmul=ieee", device="cpu").prepare(model)
+    castwise.Amp("bf16-mixed+fp32_matmul=ieee", device=DEVICE).prepare(model)
     assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
     del model
     gc.collect()
@@ -334,7 +335,7 @@ def test_a_collected_session_gives_its_settings_up() -> None:
 def test_a_close_that_is_interrupted_can_be_finished(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    amp = castwise.Amp(name, device="cpu")
+    amp = castwise.Amp(name, device=DEVICE)
     amp.prepare(model, optimizer)
     train(amp, model, optimizer)
     trained = {key: value.clone() for key, value in amp.model_state_dict(model).items()}
@@ -363,9 +364,9 @@ def test_masters_belong_to_one_session(name: str) -> None:
     first, second, tied = Net(), Net(), Net()
     tied.last = first.last
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(first, optimizer)
-        other = castwise.Amp(name, device="cpu")
+        other = castwise.Amp(name, device=DEVICE)
         with pytest.raises(StateError, match=r"this SGD .*another Amp"):
             other.prepare(second, optimizer)
         with pytest.raises(StateError, match=r"last\.weight of this Net already has an fp32 master"):
@@ -381,7 +382,7 @@ def test_masters_belong_to_one_session(name: str) -> None:
 def test_step_refuses_an_optimizer_that_prepare_never_saw(name: str) -> None:
     model = Net()
     optimizer, other = (OPTIMIZERS["sgd"](model.parameters()) for _ in range(2))
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(1e-3 * model(X).mean())
         with pytest.raises(StateError, match=r"step\(SGD\): this optimizer was not prepared by this Amp"):
@@ -393,7 +394,7 @@ def test_step_refuses_an_optimizer_that_prepare_never_saw(name: str) -> None:
 def test_training_low_weights_without_masters_is_noticed(name: str) -> None:
     model = Net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model)
         amp.backward(1e-3 * model(X).mean())
         with pytest.raises(
@@ -419,7 +420,7 @@ def test_what_has_run_compiled_is_refused(kind: str, how: str) -> None:
     else:
         compiled = torch.compile(model, backend="aot_eager")
     compiled(x)
-    amp = castwise.Amp("bf16-mixed+output=as_is", device="cpu")
+    amp = castwise.Amp("bf16-mixed+output=as_is", device=DEVICE)
     if (kind, how) == ("sequential", "module.compile()"):  # torch calls it in Python, hooks and all
         amp.prepare(model)
         assert model(x).dtype is torch.bfloat16
@@ -465,19 +466,19 @@ def test_an_interrupted_forward_leaves_no_autocast_behind(
 
     model = Model(Stops(error()), nn.Linear(4, 4))
     x = torch.rand(2, 4)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, methods=("again",))
         try:
             model(x) if how == "call" else model.again(x)
         except error:
-            assert not torch.is_autocast_enabled("cpu")  # at once, and not when the exception is forgotten
+            assert not torch.is_autocast_enabled(DEVICE)  # at once, and not when the exception is forgotten
             assert frames.depth() == 0
         model[0].error = None
         out = model(x)
         model[0].error = error()
-        with torch.autocast("cpu", dtype=torch.bfloat16), contextlib.suppress(error):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16), contextlib.suppress(error):
             model(x)
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(DEVICE)
         model[0].error = None
         assert torch.equal(model(x), out)
 
@@ -505,7 +506,7 @@ def test_a_prepare_that_fails_leaves_the_optimizers_state_to_the_last_bit(
 
     monkeypatch.setattr(state, "_fit_entry", fails)
     with pytest.raises(error):
-        castwise.Amp(name, device="cpu").prepare(model, optimizer)
+        castwise.Amp(name, device=DEVICE).prepare(model, optimizer)
     assert castwise.Amp.of(model) is None
     after = optimizer.state_dict()
     for index, entries in before["state"].items():
@@ -521,7 +522,7 @@ def test_a_prepare_that_fails_leaves_the_optimizers_state_to_the_last_bit(
 
 def trained(plan: str, late: bool) -> list[torch.Tensor]:
     model = Net()
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         if late:
             amp.prepare(model)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -548,7 +549,7 @@ def test_one_that_has_joined_is_guarded_and_let_go_with_the_session(plan: str) -
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     model(X)  # the running mean moves
     before = photograph(model, optimizer, values=False)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model)
         amp.prepare(model, optimizer)
         amp.backward(model(X * torch.inf).mean())
@@ -563,7 +564,7 @@ def test_one_that_has_joined_is_guarded_and_let_go_with_the_session(plan: str) -
 @pytest.mark.parametrize("plan", MASTERS)
 def test_one_that_is_made_after_parameters_were_stored_low_is_refused(plan: str) -> None:
     model = Net()
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model)
         with pytest.raises(StateError, match="already prepared, by this Amp"):
             amp.prepare(model, OPTIMIZERS["adamw"](model.parameters()))
@@ -573,16 +574,16 @@ def test_one_that_is_made_after_parameters_were_stored_low_is_refused(plan: str)
 @pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
 def test_a_forward_that_somebody_puts_inside_autocast_is_refused(plan: str, after: bool) -> None:
     """As Accelerate does for a precision of its own, behind a wrapper of its own."""
-    amp, model = castwise.Amp(plan, device="cpu"), Net()
+    amp, model = castwise.Amp(plan, device=DEVICE), Net()
     if after:
         amp.prepare(model)
-    inside = torch.autocast("cpu", dtype=torch.float16)(type(model).forward)
+    inside = torch.autocast(DEVICE, dtype=torch.float16)(type(model).forward)
     model.forward = functools.wraps(inside)(lambda *args: inside(model, *args))
     with pytest.raises(
         StateError, match=r"forward of this Net was replaced by one inside torch\.autocast\('cpu'\)"
     ):
         model(X) if after else amp.prepare(model)
-    for harmless in (type(model).forward, torch.autocast("cpu", enabled=False)(type(model).forward)):
+    for harmless in (type(model).forward, torch.autocast(DEVICE, enabled=False)(type(model).forward)):
         model.forward = harmless.__get__(model)
         castwise.Amp.of(model) or amp.prepare(model)
         assert model(X).dtype is torch.float32

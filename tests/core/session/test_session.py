@@ -18,6 +18,7 @@ import castwise
 from castwise import LossScale, Plan, Region
 from castwise.core.casting import kernels
 from castwise.errors import CheckpointError, DeviceError, PatternError, PlanError, StateError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 FP16 = Plan(compute="fp16", loss_scale=LossScale(init=1024.0))
@@ -29,7 +30,7 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 def data(n: int = 12, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(n, 8, generator=generator), torch.randn(n, 4, generator=generator)
 
 
@@ -42,7 +43,7 @@ def ready(
 ) -> tuple[castwise.Amp, nn.Module, torch.optim.SGD]:
     model = mlp() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
@@ -56,9 +57,9 @@ def test_mixed_plans_equal_the_hand_written_loop_bit_for_bit(dtype: torch.dtype)
     scaled = dtype is torch.float16
     model, batch = mlp(), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, enabled=scaled)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**24, enabled=scaled)
     for _ in range(12):
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast(DEVICE, dtype=dtype):
             out = model(batch[0])
         loss = nn.functional.mse_loss(out.float(), batch[1])
         scaler.scale(loss).backward()
@@ -196,7 +197,7 @@ def test_plain_scale_refuses_to_mix_losses() -> None:
 
 def test_the_window_rule() -> None:
     """step(a), step(b): one window, each skips by its own gradients, the scale moves once when the next one opens."""
-    amp = castwise.Amp(FP16, device="cpu")
+    amp = castwise.Amp(FP16, device=DEVICE)
     model_a, model_b = mlp(0), mlp(1)
     a, b = torch.optim.SGD(model_a.parameters(), 0.1), torch.optim.SGD(model_b.parameters(), 0.1)
     amp.prepare(model_a, a)
@@ -212,7 +213,7 @@ def test_the_window_rule() -> None:
 
 
 def test_joint_step_decides_for_both() -> None:
-    amp = castwise.Amp(FP16, device="cpu")
+    amp = castwise.Amp(FP16, device=DEVICE)
     model_a, model_b = mlp(0), mlp(1)
     a, b = torch.optim.SGD(model_a.parameters(), 0.1), torch.optim.SGD(model_b.parameters(), 0.1)
     amp.prepare(model_a, a)
@@ -295,7 +296,7 @@ def test_clip_by_value() -> None:
 def test_lbfgs(plan: Any) -> None:
     model, batch = mlp(), data()
     optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=5)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     losses = []
 
@@ -316,7 +317,7 @@ def test_lbfgs(plan: Any) -> None:
 def test_a_non_finite_evaluation_takes_the_step_back(plan: Any) -> None:
     model, batch = mlp(), data()
     optimizer = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=5)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     calls = []
 
@@ -410,7 +411,7 @@ class Encoder(nn.Module):
 
 def test_methods_other_than_forward() -> None:
     model = Encoder()
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, methods=("encode",))
     assert model.encode(data()[0]).dtype is torch.float32
     assert model.inside.dtype is torch.bfloat16
@@ -424,7 +425,7 @@ def test_methods_other_than_forward() -> None:
     plain.encode(data()[0])
     assert plain.inside.dtype is torch.float32
     with pytest.raises(StateError, match="no method of that name; it has encode"):
-        castwise.Amp("bf16-mixed", device="cpu").prepare(Encoder(), methods=("decode",))
+        castwise.Amp("bf16-mixed", device=DEVICE).prepare(Encoder(), methods=("decode",))
     amp.close()
     assert "encode" not in vars(model)
 
@@ -434,16 +435,16 @@ def test_inference_casts_weights_once() -> None:
         nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 2)
     ).eval()
     x = torch.randn(2, 3, 2, 2)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     assert amp.prepare(copy.deepcopy(model))(x).dtype is torch.float32
-    want = castwise.Amp("bf16-mixed", device="cpu").prepare(copy.deepcopy(model))(x)
+    want = castwise.Amp("bf16-mixed", device=DEVICE).prepare(copy.deepcopy(model))(x)
     amp.prepare(model, inference=True)
     assert model[0].weight.dtype is model[4].weight.dtype is torch.bfloat16
     assert model[1].weight.dtype is model[3].weight.dtype is torch.float32
     with torch.inference_mode():
         assert torch.equal(model(x), want)
     with pytest.raises(StateError, match="takes no optimizer"):
-        castwise.Amp("bf16-mixed", device="cpu").prepare(
+        castwise.Amp("bf16-mixed", device=DEVICE).prepare(
             mlp(), torch.optim.SGD(mlp().parameters(), 1), inference=True
         )
 
@@ -460,7 +461,7 @@ def test_copies_of_prepared_models_run_by_the_plan() -> None:
         assert torch.equal(copy.deepcopy(model)(x), model(x))
         amp.close()
     gc.collect()
-    assert not kernels.registered("cpu")
+    assert not kernels.registered(DEVICE)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
@@ -471,7 +472,7 @@ def test_kernels_of_every_shape_are_laid_out_as_torch_lays_them_out(name: str) -
     )
     before = [p.stride() for p in model.parameters()]
     want = [p.stride() for p in copy.deepcopy(model).to(memory_format=torch.channels_last).parameters()]
-    amp = castwise.Amp(f"{name}+memory_format=channels_last", device="cpu")
+    amp = castwise.Amp(f"{name}+memory_format=channels_last", device=DEVICE)
     amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     assert [p.stride() for p in model.parameters()] == want
     seen: list[tuple[int, ...]] = []
@@ -496,7 +497,7 @@ def test_memory_format_and_fused_optimizer_of_a_plan() -> None:
         optimizer.step()  # state exists, in contiguous strides, before the plan changes them
         optimizer.zero_grad()
         optimizers.append(optimizer)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizers[0])
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert optimizers[0].param_groups[0]["fused"]
@@ -510,7 +511,7 @@ def test_memory_format_and_fused_optimizer_of_a_plan() -> None:
     for key, value in amp.model_state_dict(model).items():
         torch.testing.assert_close(value, plain.state_dict()[key], rtol=0, atol=0.01)
     with pytest.raises(DeviceError, match="LBFGS has no fused kernel"):
-        castwise.Amp(plan, device="cpu").prepare((other := mlp()), torch.optim.LBFGS(other.parameters()))
+        castwise.Amp(plan, device=DEVICE).prepare((other := mlp()), torch.optim.LBFGS(other.parameters()))
 
 
 # --- state --------------------------------------------------------------------------------------------------
@@ -524,14 +525,14 @@ def test_close_leaves_everything_as_it_was() -> None:
     plan = Plan(
         compute="bf16", params="compute", ops={"tanh": "fp32"}, fp32_matmul="ieee", regions={"2": "fp32"}
     )
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer, methods=("extra_repr",))
         assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
         amp.backward(loss_of(model, data()))
         amp.step(optimizer)
         weights = {k: v.clone() for k, v in amp.model_state_dict(model).items()}
     assert torch.backends.mkldnn.matmul.fp32_precision == before
-    assert not kernels.registered("cpu")
+    assert not kernels.registered(DEVICE)
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     assert optimizer.param_groups[0]["params"] == params
@@ -552,12 +553,12 @@ def test_close_leaves_what_prepare_did_not_store() -> None:
     not castwise.core._torch.cpu.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products"
 )
 def test_live_plans_that_disagree_on_process_settings() -> None:
-    first = castwise.Amp(Plan(compute="fp32", fp32_matmul="ieee"), device="cpu")
+    first = castwise.Amp(Plan(compute="fp32", fp32_matmul="ieee"), device=DEVICE)
     first.prepare(mlp())
     with pytest.raises(StateError, match=r"fp32_matmul='bf16'.*needs 'ieee'"):
-        castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device="cpu").prepare(mlp())
+        castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device=DEVICE).prepare(mlp())
     first.close()
-    second = castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device="cpu")
+    second = castwise.Amp(Plan(compute="fp32", fp32_matmul="bf16"), device=DEVICE)
     second.prepare(mlp())
     second.close()
 
@@ -582,7 +583,7 @@ def test_switching_plans_midway_keeps_optimizer_state() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     for plan in ("fp32", "bf16-master", "fp16-mixed", "bf16-mixed", "fp16-master"):
-        with castwise.Amp(plan, device="cpu") as amp:
+        with castwise.Amp(plan, device=DEVICE) as amp:
             amp.prepare(model, optimizer)
             for _ in range(2):
                 amp.backward(loss_of(model, data()))
@@ -620,17 +621,17 @@ def test_switching_plans_midway_keeps_optimizer_state() -> None:
         ),
         (lambda: ready("fp16-mixed", model=mlp().half()), PlanError, "'fp16-master'"),
         (
-            lambda: castwise.Amp("bf16-mixed", device="cpu").prepare(nn.DataParallel(mlp())),
+            lambda: castwise.Amp("bf16-mixed", device=DEVICE).prepare(nn.DataParallel(mlp())),
             StateError,
             "wrap it after",
         ),
-        (lambda: castwise.Amp("bf16-mixed", device="cpu").prepare("model"), StateError, "not an nn.Module"),
+        (lambda: castwise.Amp("bf16-mixed", device=DEVICE).prepare("model"), StateError, "not an nn.Module"),
         (
-            lambda: castwise.Amp("bf16-mixed", device="cpu").prepare(mlp(), mlp()),
+            lambda: castwise.Amp("bf16-mixed", device=DEVICE).prepare(mlp(), mlp()),
             StateError,
             "not a torch.optim.Optimizer",
         ),
-        (lambda: castwise.Amp("bf16-mixed", device="cpu").step(), StateError, "needs an optimizer"),
+        (lambda: castwise.Amp("bf16-mixed", device=DEVICE).step(), StateError, "needs an optimizer"),
     ],
 )
 def test_mistakes_are_refused_in_words(make: Any, error: type[Exception], words: str) -> None:
@@ -643,41 +644,41 @@ def test_preparing_twice_is_refused() -> None:
     with pytest.raises(StateError, match="already prepared, by this Amp; close"):
         amp.prepare(model)
     with pytest.raises(StateError, match=r"already prepared, by Amp\('bf16-mixed'"):
-        castwise.Amp("fp32", device="cpu").prepare(model)
+        castwise.Amp("fp32", device=DEVICE).prepare(model)
     with pytest.raises(StateError, match="this SGD holds no parameter of this Sequential"):
         amp.prepare(mlp(), optimizer)
     amp.close()
-    castwise.Amp("fp32", device="cpu").prepare(model)
+    castwise.Amp("fp32", device=DEVICE).prepare(model)
 
 
 def test_a_session_that_was_dropped_can_be_found() -> None:
     model = mlp()
-    castwise.Amp("bf16-mixed", device="cpu").prepare(model)
+    castwise.Amp("bf16-mixed", device=DEVICE).prepare(model)
     gc.collect()
     with pytest.raises(StateError, match=r"castwise\.Amp\.of"):
-        castwise.Amp("fp32", device="cpu").prepare(model)
+        castwise.Amp("fp32", device=DEVICE).prepare(model)
     castwise.Amp.of(model).close()
     assert castwise.Amp.of(model) is None
-    castwise.Amp("fp32", device="cpu").prepare(model)
+    castwise.Amp("fp32", device=DEVICE).prepare(model)
 
 
 def test_a_copy_of_a_prepared_model_can_get_a_plan_of_its_own() -> None:
     amp, model, _ = ready(Plan(compute="bf16", regions={"0": "fp32"}, ops={"tanh": "fp32"}))
     twin = copy.deepcopy(model)
-    other = castwise.Amp("fp32", device="cpu")
+    other = castwise.Amp("fp32", device=DEVICE)
     other.prepare(twin)
     x, _ = data()
     assert torch.equal(twin(x), mlp()(x))
     assert sum(len(m._forward_hooks) for m in twin.modules()) == 1
     amp.close()
     gc.collect()
-    assert not kernels.registered("cpu")
+    assert not kernels.registered(DEVICE)
 
 
 def test_a_failed_prepare_changes_nothing() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    amp = castwise.Amp(Plan(compute="bf16", params="compute", regions={"nothing": "fp32"}), device="cpu")
+    amp = castwise.Amp(Plan(compute="bf16", params="compute", regions={"nothing": "fp32"}), device=DEVICE)
     with pytest.raises(PatternError):
         amp.prepare(model, optimizer)
     assert all(p.dtype is torch.float32 for p in model.parameters())
@@ -695,10 +696,10 @@ def test_a_module_that_ran_compiled_is_refused() -> None:
             return self.linear(x)
 
     model = torch.compile(Local(), backend="aot_eager")
-    castwise.Amp("bf16-mixed", device="cpu").prepare(torch.compile(Local(), backend="aot_eager"))
+    castwise.Amp("bf16-mixed", device=DEVICE).prepare(torch.compile(Local(), backend="aot_eager"))
     model(data()[0])
     with pytest.raises(StateError, match="already run compiled"):
-        castwise.Amp("bf16-mixed", device="cpu").prepare(model)
+        castwise.Amp("bf16-mixed", device=DEVICE).prepare(model)
 
 
 @each_value()
@@ -718,7 +719,7 @@ def test_a_function_that_ran_compiled_around_a_model_is_compiled_anew(plan: str,
     x = torch.randn(4, 8)
     compiled = torch.compile(lambda z: model(z), backend="aot_eager")
     compiled(x)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         for _ in range(2):
             assert torch.equal(compiled(x), model(x))
@@ -730,7 +731,7 @@ def test_formulas_keep_their_formats_where_backward_is_called_inside_of_autocast
     def gradients(inside: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
-        amp = castwise.Amp("bf16-mixed+regions.2=fp32", device="cpu")
+        amp = castwise.Amp("bf16-mixed+regions.2=fp32", device=DEVICE)
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         loss = model(torch.randn(12, 6)).square().mean()
         with amp.autocast() if inside else contextlib.nullcontext():
@@ -752,11 +753,11 @@ def test_a_loss_that_is_not_a_scalar() -> None:
 
 def test_fsdp_policy() -> None:
     pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP2")
-    assert castwise.Amp("bf16-mixed", device="cpu").mp_policy().param_dtype is None
-    policy = castwise.Amp("bf16-master", device="cpu").mp_policy()
+    assert castwise.Amp("bf16-mixed", device=DEVICE).mp_policy().param_dtype is None
+    policy = castwise.Amp("bf16-master", device=DEVICE).mp_policy()
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     amp = castwise.Amp(
         Plan(compute="bf16", params="compute", regions=[Region("type:LayerNorm", compute="fp32")]),
-        device="cpu",
+        device=DEVICE,
     )
     assert amp.mp_policy(nn.LayerNorm(3)).param_dtype is None

@@ -12,6 +12,7 @@ from torch import nn
 
 from castwise import Amp
 from castwise.errors import CastwiseError, DeviceError, PlanError, StateError
+from tests.here import DEVICE
 
 
 @pytest.mark.parametrize("methods", [(3,), None, "encode", 7, ("forward", None)], ids=repr)
@@ -20,7 +21,7 @@ def test_methods_that_are_no_names(methods: Any) -> None:
     model = nn.Linear(2, 2)
     before = dict(vars(model))
     with pytest.raises(StateError, match=r"prepare\(methods=.*Allowed: a sequence of names"):
-        Amp("bf16-mixed", device="cpu").prepare(model, methods=methods)
+        Amp("bf16-mixed", device=DEVICE).prepare(model, methods=methods)
     assert vars(model) == before
 
 
@@ -35,13 +36,13 @@ def test_a_device_that_is_none(device: Any) -> None:
 @pytest.mark.parametrize("loss", [[torch.ones(())] * 2, 1.0, None], ids=lambda loss: type(loss).__name__)
 def test_a_loss_to_be_scaled_that_is_no_tensor(line: str, loss: Any) -> None:
     with pytest.raises(PlanError, match=rf"^scale: the loss is a {type(loss).__name__}; a tensor is needed"):
-        Amp(line, device="cpu").scale(loss)
+        Amp(line, device=DEVICE).scale(loss)
 
 
 @pytest.mark.parametrize("max_norm", ["a", "1.0", [1.0], (2,), -1.0, math.nan, np.ones(2)], ids=repr)
 def test_a_norm_to_clip_to_that_is_none(max_norm: Any) -> None:
     model = nn.Linear(2, 2)
-    amp = Amp("bf16-mixed", device="cpu")
+    amp = Amp("bf16-mixed", device=DEVICE)
     model, optimizer = amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     amp.backward(model(torch.ones(1, 2)).sum())
     with pytest.raises(
@@ -61,7 +62,7 @@ def test_a_norm_to_clip_to_that_is_none(max_norm: Any) -> None:
 def test_a_group_that_is_none(group: Any) -> None:
     """Also the number that torch gives ranks outside of a new group."""
     with pytest.raises(StateError, match=r"Amp\(group=.*Allowed: a process group"):
-        Amp("bf16-mixed", device="cpu", group=group)
+        Amp("bf16-mixed", device=DEVICE, group=group)
 
 
 @pytest.mark.parametrize("line", ["fp16-mixed", "O1"])
@@ -69,7 +70,7 @@ def test_a_model_cast_to_fp16_after_prepare(line: str) -> None:
     """Its gradients cannot be unscaled; torch says no more than that."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Amp(line, device="cpu") as amp:
+    with Amp(line, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(model(torch.ones(2, 4)).square().mean())
         model.half()

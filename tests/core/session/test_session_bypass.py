@@ -16,6 +16,7 @@ import castwise
 from castwise import Amp, Plan, Region
 from castwise.core.session import bypass
 from castwise.errors import StateError
+from tests.here import DEVICE
 
 
 class Net(nn.Module):
@@ -61,7 +62,7 @@ BYPASSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, torch.Tensor],
 
 
 def prepared(plan: Any, model: nn.Module, **how: Any) -> tuple[Amp, Any, torch.optim.Optimizer]:
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     return amp, *amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), **how)
 
 
@@ -99,8 +100,8 @@ def test_parts_that_are_called_inside_a_block_of_autocast_run_by_the_plan(plan: 
     for _ in range(3):
         block = {
             "amp.autocast": amp.autocast,
-            "castwise.autocast": lambda: castwise.autocast("bf16", device_type="cpu"),
-            "torch.autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+            "castwise.autocast": lambda: castwise.autocast("bf16", device_type=DEVICE),
+            "torch.autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
         }[kind]()
         with block:
             loss = one_by_one(model, torch.randn(4, 8)).square().mean()
@@ -147,7 +148,7 @@ def test_each_cure_cures() -> None:
     amp.backward(model.encode(torch.randn(4, 8)).mean())
     amp.step(optimizer)
     parts = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 1)})
-    amp, optimizer = Amp("bf16-mixed", device="cpu"), torch.optim.SGD(parts.parameters(), 0.1)
+    amp, optimizer = Amp("bf16-mixed", device=DEVICE), torch.optim.SGD(parts.parameters(), 0.1)
     for part in parts.values():
         amp.prepare(part, optimizer)
     amp.backward(one_by_one(parts, torch.randn(4, 8)).mean())
@@ -204,7 +205,7 @@ def test_plans_that_cast_no_operators_have_nothing_to_say(plan: str) -> None:
 
 
 def test_a_gan_with_two_models_and_two_losses() -> None:
-    amp = Amp("fp16-mixed", device="cpu")
+    amp = Amp("fp16-mixed", device=DEVICE)
     gen, gen_opt = amp.prepare(g := nn.Linear(8, 8), torch.optim.SGD(g.parameters(), 0.1))
     dis, dis_opt = amp.prepare(d := nn.Linear(8, 1), torch.optim.SGD(d.parameters(), 0.1))
     for _ in range(3):
@@ -281,7 +282,7 @@ def test_other_ways_to_run_by_the_plan() -> None:
         loss = one_by_one(model, x).mean()
     amp.backward(loss)
     amp, model, _ = no_alarm(make=Holder)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         loss = one_by_one(model, x).mean()
     loss.float().backward()
     amp, model, _ = no_alarm(make=lambda: nn.utils.spectral_norm(nn.Linear(8, 8)))
@@ -438,7 +439,7 @@ def test_graphs_that_are_older_than_the_border() -> None:
     x, model = torch.randn(4, 8), Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss = model(x).mean()
-    amp = Amp("fp32", device="cpu")
+    amp = Amp("fp32", device=DEVICE)
     amp.prepare(model, optimizer)
     amp.backward(loss)
     amp.step(optimizer)
@@ -461,7 +462,7 @@ BESIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 
 def trained_beside(plan: str, beside: Callable[[Any, torch.Tensor], torch.Tensor]) -> list[str]:
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     model = amp.prepare(Net())
     x = torch.rand(4, 8)
     with warnings.catch_warnings(record=True) as said:
@@ -503,7 +504,7 @@ def test_penalties_and_what_no_plan_casts_are_not(
 
 def test_nor_is_what_runs_by_the_plan_in_another_way() -> None:
     def in_a_block(model: Any, x: torch.Tensor) -> torch.Tensor:
-        with castwise.autocast("bf16-mixed", device_type="cpu"):
+        with castwise.autocast("bf16-mixed", device_type=DEVICE):
             return model.encode(x)
 
     assert not trained_beside("bf16-mixed", in_a_block)

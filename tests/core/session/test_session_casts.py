@@ -14,6 +14,7 @@ from torch import nn
 from castwise import Amp
 from castwise.core.model import stored
 from castwise.errors import StateError
+from tests.here import DEVICE
 
 PLANS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true")
 
@@ -44,7 +45,7 @@ CASTS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def prepared(plan: str) -> tuple[Amp, Any, torch.optim.Optimizer]:
-    amp, model = Amp(plan, device="cpu"), Net()
+    amp, model = Amp(plan, device=DEVICE), Net()
     return amp, *amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
@@ -108,7 +109,7 @@ def test_cast_back_training_goes_on_and_closed_and_prepared_again_too() -> None:
     step(amp, model, optimizer)
     model.double()
     amp.close()
-    amp, model, optimizer = Amp("bf16-mixed", device="cpu"), model, torch.optim.SGD(model.parameters(), 0.1)
+    amp, model, optimizer = Amp("bf16-mixed", device=DEVICE), model, torch.optim.SGD(model.parameters(), 0.1)
     amp.prepare(model, optimizer)
     optimizer.zero_grad()
     amp.backward(model(torch.randn(4, 8).double()).square().mean())
@@ -133,7 +134,7 @@ def test_other_prepares_and_plans_of_the_session_count() -> None:
     """An optimizer whose second model is prepared later, an optimizer that comes later, and a change of plan."""
     first, second = Net(), Net().bfloat16()
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
-    amp = Amp("bf16-mixed", device="cpu")
+    amp = Amp("bf16-mixed", device=DEVICE)
     amp.prepare(first, optimizer)
     amp.prepare(second, optimizer, widen=True)
     late = torch.optim.SGD(first.parameters(), 0.1)
@@ -154,7 +155,7 @@ def test_other_prepares_and_plans_of_the_session_count() -> None:
 
 
 def test_an_optimizer_that_joins_later_is_looked_at() -> None:
-    amp = Amp("bf16-mixed", device="cpu")
+    amp = Amp("bf16-mixed", device=DEVICE)
     model = amp.prepare(Net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     amp.prepare(model, optimizer)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from castwise import Amp
 from castwise.core.masters import without_masters
 from castwise.errors import CastwiseError
+from tests.here import DEVICE
 from tests.soak import some
 
 PLANS = [
@@ -32,7 +33,7 @@ def begin(plan: str) -> tuple[Amp, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
@@ -40,7 +41,7 @@ def begin(plan: str) -> tuple[Amp, nn.Module, torch.optim.Optimizer]:
 def train(
     amp: Amp, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0
 ) -> list[float]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     losses = []
     for _ in range(steps):
         loss = model(torch.randn(16, 8, generator=generator)).square().mean()
@@ -69,7 +70,7 @@ def test_no_bit_of_weights_and_state_is_lost_and_training_goes_on_as_under_the_n
     train(amp, model, optimizer, 3)
     had = [tensor.clone() for tensor in kept(amp, model, optimizer)]
     amp.change(after)
-    assert str(amp.plan) == str(Amp(after, device="cpu").plan)
+    assert str(amp.plan) == str(Amp(after, device=DEVICE).plan)
     assert equal(kept(amp, model, optimizer), had)
     again, other, its = begin(after)
     with torch.no_grad():
@@ -150,7 +151,7 @@ def test_a_closed_session_leaves_nothing_behind(plan: str, kept: bool) -> None:
     def live() -> None:
         mine = model if kept else copy.deepcopy(model)
         optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
-        with Amp(plan, device="cpu") as amp:
+        with Amp(plan, device=DEVICE) as amp:
             amp.prepare(mine, optimizer)
             train(amp, mine, optimizer, 2)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import castwise
+from tests.here import DEVICE
 from tests.soak import every
 
 CHANGES: dict[str, Callable[[nn.Sequential], object]] = {}
@@ -114,7 +115,7 @@ def test_a_closed_model_is_in_one_format_and_trains(name: str, plan: str) -> Non
     """By the optimizer of before and by a new one."""
     model, optimizer = make()
     x = torch.ones(2, 8)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(model(x).square().mean())
         amp.step(optimizer)
@@ -133,7 +134,7 @@ def test_a_model_that_arrived_low_stays_so() -> None:
     """Also where the plan stores it in the other low format."""
     model, optimizer = make()
     model.bfloat16()
-    with castwise.Amp("fp16-master", device="cpu") as amp:
+    with castwise.Amp("fp16-master", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         weight_norm_put_on_and_taken_off(model)
         assert model[0].weight.dtype is torch.float16
@@ -143,7 +144,7 @@ def test_a_model_that_arrived_low_stays_so() -> None:
 def test_what_is_in_other_formats_than_the_plans_is_left() -> None:
     """A newcomer in fp16 or fp64 in a bf16 model was made so by the user."""
     model, optimizer = make()
-    with castwise.Amp("bf16-master", device="cpu") as amp:
+    with castwise.Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         model.register_buffer("mask", torch.ones(3, dtype=torch.float16))
         model.register_buffer("sums", torch.ones(3, dtype=torch.float64))
@@ -155,7 +156,7 @@ def test_state_of_newcomers_follows() -> None:
     """Without masters an optimizer's state is as low as the parameters."""
     model, optimizer = make()
     x = torch.ones(2, 8)
-    with castwise.Amp("bf16-true", device="cpu") as amp:
+    with castwise.Amp("bf16-true", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         model.append(nn.Linear(8, 8, dtype=torch.bfloat16))
         optimizer.add_param_group({"params": list(model[3].parameters())})

@@ -152,11 +152,7 @@ class StepGuard(GradScaler):
 
         The host reads the outcome later, when it is available without waiting.
         """
-        while self._on_their_way and self._on_their_way[0][1].known:
-            reference, result = self._on_their_way.popleft()
-            earlier = reference()
-            if earlier is not None and (result.skipped or self._streaks):
-                self.note_outcome(earlier, result.skipped)
+        self._hear()
         hand_over(optimizer, gradients.largest([*flags.values()], self._losses.scale_tensor().device))
         first = not optimizer.state
         try:
@@ -168,6 +164,23 @@ class StepGuard(GradScaler):
         result = StepResult(list(flags.values()))
         self._on_their_way.append((weakref.ref(optimizer), result))
         return result
+
+    def note_on_its_way(self, optimizer: Optimizer, result: StepResult) -> None:
+        """Record a step that other code makes with a fused optimizer, whose kernel decides whether to skip.
+
+        Raises:
+            NonFiniteError: Too many earlier steps in a row were skipped.
+        """
+        self._hear()
+        self._on_their_way.append((weakref.ref(optimizer), result))
+
+    def _hear(self) -> None:
+        """Count the outcomes of steps on the device that can be read without waiting."""
+        while self._on_their_way and self._on_their_way[0][1].known:
+            reference, result = self._on_their_way.popleft()
+            earlier = reference()
+            if earlier is not None and (result.skipped or self._streaks):
+                self.note_outcome(earlier, result.skipped)
 
     def _take_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> StepResult:
         flags: dict[torch.device, torch.Tensor] = {}

@@ -318,7 +318,11 @@ class Watch:
             scaler.note_outcome(optimizer, bad)
         if bad is None:
             hand_over(by, gradients.largest([*flags.values()], scaler.scale_tensor().device))
-            window.count(StepResult(list(flags.values()), send=False))
+            follows = isinstance(scaler, StepGuard) and not within
+            result = StepResult(list(flags.values()), send=follows)
+            if follows:
+                scaler.note_on_its_way(optimizer, result)
+            window.count(result)
             window.buffers.end_window(optimizer)
         elif bad:
             window.hidden[id(by)] = [(parameter, parameter.grad) for parameter in params]

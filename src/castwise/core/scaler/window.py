@@ -454,7 +454,7 @@ class Window:
         if by_hand:
             self._look_at_step(optimizer)
             if scaler.works:
-                self.written.note_unscaled(optimizer, scaler._flags.of((optimizer,)), wait=self.scales)
+                self.written.note_unscaled(optimizer, scaler._flags.of((optimizer,)))
 
     def note_norm(
         self, optimizers: Iterable[Optimizer], norm: torch.Tensor, *, by_hand: bool = False

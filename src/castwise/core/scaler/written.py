@@ -68,10 +68,10 @@ class Written:
         self._versions: dict[int, list[int]] = {}
         """By optimizer that has not stepped: its weights' versions after the first backward."""
 
-    def note_unscaled(self, optimizer: Optimizer, flags: Collection[torch.Tensor], *, wait: bool) -> None:
+    def note_unscaled(self, optimizer: Optimizer, flags: Collection[torch.Tensor]) -> None:
         """After gradients were unscaled explicitly: copy the weights if the gradients are not finite.
 
-        ``wait``: wait for the device if only it knows and the weights may be written before the step.
+        If only the device knows, the host waits for it if the weights may be written before the step.
         """
         if not (_is_alone() or self.ranks_agree()):
             return
@@ -83,7 +83,7 @@ class Written:
         if key in self._overflows:
             return
         bad = read_on_host(flags)
-        if bad or (bad is None and wait and writes is not False and any(bool(flag) for flag in flags)):
+        if bad or (bad is None and writes is not False and any(bool(flag) for flag in flags)):
             copies = [(weight, weight.detach().clone()) for weight in _weights(optimizer)]
             self._overflows[key] = _Overflow(weakref.ref(optimizer), copies)
 

@@ -1,0 +1,207 @@
+"""The simulated accelerator as torch's users meet one: ``torch.sim``, and tensors on ``"sim"``, ``"sim:0"`` and ``"sim:1"``."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch.utils import cpp_extension
+
+NAME = "sim"
+COUNT = 2
+"""How many devices there are, as in sim.cpp."""
+SOURCE = Path(__file__).with_name("sim.cpp")
+BUILD = Path(__file__).parents[2] / "build" / "sim"
+NO_COMPILER = "the simulated accelerator needs a C++ compiler, and there is none: install g++, or set CXX"
+
+
+class Wait(enum.IntEnum):
+    """Why the host waits for the device, in the order of sim.cpp."""
+
+    ITEM = 0
+    SHAPE = 1
+    TO_HOST = 2
+    TO_DEVICE = 3
+    SYNCHRONIZE = 4
+    EVENT = 5
+
+
+def compiler() -> str | None:
+    """The C++ compiler, or None."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def build() -> Path:
+    """The library, compiled once for each source and torch; processes that need it at once each write it whole.
+
+    Raises:
+        RuntimeError: There is no C++ compiler, or it failed.
+    """
+    if (command := compiler()) is None:
+        raise RuntimeError(NO_COMPILER)
+    what = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {sys.platform}".encode()).hexdigest()[
+        :16
+    ]
+    path = BUILD / f"sim-{what}.so"
+    if not path.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        words = [command, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(beside)]
+        words += [f"-I{folder}" for folder in cpp_extension.include_paths()]
+        words += [f"-L{folder}" for folder in cpp_extension.library_paths()]
+        words += ["-ltorch", "-ltorch_cpu", "-lc10", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]  # fmt: skip
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{command} cannot compile {SOURCE.name}:\n{done.stdout[:4000]}")
+        beside.rename(path)
+    return path
+
+
+class Stream(torch.Stream):
+    """A stream of the device."""
+
+    def __new__(cls, device: Any = None, priority: int = 0) -> Self:
+        return super().__new__(cls, device=_device(device), priority=priority)
+
+
+class Event(torch.Event):
+    """An event of the device."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Self:
+        return super().__new__(cls, NAME, enable_timing=enable_timing, blocking=blocking)
+
+
+def _device(device: Any = None) -> torch.device:
+    index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+    return torch.device(NAME, torch.accelerator.current_device_index() if index is None else index)
+
+
+def _index(device: Any = None) -> int:
+    index = _device(device).index
+    assert index is not None
+    return index
+
+
+@contextlib.contextmanager
+def device(which: Any) -> Iterator[None]:
+    """Have a device be the current one."""
+    before = torch.accelerator.current_device_index()
+    if which is not None and (not isinstance(which, int) or which >= 0):
+        torch.accelerator.set_device_index(_index(which))
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+@contextlib.contextmanager
+def stream(which: torch.Stream | None) -> Iterator[None]:
+    """Have a stream be the current one of its device."""
+    if which is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(which.device)
+    torch.accelerator.set_stream(which)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def waits() -> dict[Wait, int]:
+    """How often the host has waited for the device so far, by why."""
+    return dict(zip(Wait, torch.ops.castwise_sim.waits(), strict=True))
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises, as under ``torch.cuda.set_sync_debug_mode("error")``."""
+    before = torch.ops.castwise_sim.forbid_waits(True)
+    try:
+        yield
+    finally:
+        torch.ops.castwise_sim.forbid_waits(before)
+
+
+@contextlib.contextmanager
+def without_fp64() -> Iterator[None]:
+    """The device has no float64, as Apple's and many others."""
+    before = torch.ops.castwise_sim.set_fp64(False)
+    try:
+        yield
+    finally:
+        torch.ops.castwise_sim.set_fp64(before)
+
+
+def as_kernels_see(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the CPU on the memory of one of the device."""
+    return torch.ops.castwise_sim.as_kernels_see(tensor)  # type: ignore[no-any-return]
+
+
+def _generator(device: Any = None) -> torch.Generator:
+    return torch.ops.castwise_sim.default_generator(_index(device))  # type: ignore[no-any-return]
+
+
+def _module() -> types.ModuleType:
+    """``torch.sim``, by the names of torch.cuda."""
+    module: Any = types.ModuleType(f"torch.{NAME}")
+    accelerator = torch.accelerator
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module._is_in_bad_fork = torch.ops.castwise_sim.is_in_bad_fork
+    module._lazy_init = module.init = lambda: None
+    module.device_count = lambda: COUNT
+    module.current_device = accelerator.current_device_index
+    module.set_device = lambda which: accelerator.set_device_index(_index(which))
+    module.synchronize = lambda which=None: accelerator.synchronize(_device(which))
+    module.device = device
+    module.get_device_name = lambda which=None: "simulated accelerator"
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    module.is_bf16_supported = lambda *_, **__: True
+
+    module.Stream, module.Event, module.stream = Stream, Event, stream
+    module.current_stream = lambda which=None: accelerator.current_stream(_device(which))
+    module.set_stream = accelerator.set_stream
+    for name in ("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):  # fmt: skip
+        call = getattr(accelerator, name)
+        setattr(module, name, lambda which=None, call=call: call(_index(which)))
+    module.empty_cache = accelerator.empty_cache
+    module.mem_get_info = lambda which=None: accelerator.get_memory_info(_index(which))
+
+    module.default_generators = tuple(map(_generator, range(COUNT)))
+    module.get_rng_state = lambda which=None: _generator(which).get_state()
+    module.set_rng_state = lambda state, which=None: _generator(which).set_state(state)
+    module.get_rng_state_all = lambda: [_generator(i).get_state() for i in range(COUNT)]
+    module.set_rng_state_all = lambda states: [
+        _generator(i).set_state(state) for i, state in enumerate(states)
+    ]
+    module.manual_seed = lambda seed: _generator().manual_seed(seed)
+    module.manual_seed_all = lambda seed: [_generator(i).manual_seed(seed) for i in range(COUNT)]
+    module.seed = lambda: _generator().seed()
+    module.seed_all = lambda: module.manual_seed_all(_generator().seed())
+    module.initial_seed = lambda: _generator().initial_seed()
+    return module  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Make the device one of torch's, in this process; before its first backward, which starts a thread for each device.
+
+    Raises:
+        RuntimeError: As by :func:`build`.
+    """
+    if hasattr(torch, NAME):
+        return
+    torch.ops.load_library(build())
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

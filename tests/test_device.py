@@ -1,0 +1,28 @@
+"""A part of the suite on the simulated accelerator, in a process of its own: autograd starts the threads of devices once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.device import sim
+from tests.here import DEVICE
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="these tests themselves run on another device")
+@pytest.mark.skipif(sim.compiler() is None, reason=sim.NO_COMPILER)
+def test_castwise_on_a_simulated_accelerator() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/device"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "CASTWISE_TEST_DEVICE": "sim", "PYTEST_ADDOPTS": ""},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
