@@ -15,11 +15,16 @@ from tests.here import DEVICE
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="these tests themselves run on another device")
 @pytest.mark.skipif(sim.compiler() is None, reason=sim.NO_COMPILER)
-def test_castwise_on_a_simulated_accelerator() -> None:
+@pytest.mark.parametrize(
+    ("files", "fp64"),
+    [("tests/device", "1"), ("tests/device/test_without_fp64.py", "0")],
+    ids=["", "without fp64"],
+)
+def test_castwise_on_a_simulated_accelerator(files: str, fp64: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/device"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", files],
         cwd=Path(__file__).parent.parent,
-        env={**os.environ, "CASTWISE_TEST_DEVICE": "sim", "PYTEST_ADDOPTS": ""},
+        env={**os.environ, "CASTWISE_TEST_DEVICE": "sim", "CASTWISE_SIM_FP64": fp64, "PYTEST_ADDOPTS": ""},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

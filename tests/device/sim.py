@@ -22,6 +22,8 @@ COUNT = 2
 """How many devices there are, as in sim.cpp."""
 SOURCE = Path(__file__).with_name("sim.cpp")
 BUILD = Path(__file__).parents[2] / "build" / "sim"
+HAS_FP64 = os.environ.get("CASTWISE_SIM_FP64", "1") != "0"
+"""Whether the device has float64, which Apple's and many others have not; for the whole process, as what a device has."""
 NO_COMPILER = "the simulated accelerator needs a C++ compiler, and there is none: install g++, or set CXX"
 
 
@@ -133,16 +135,6 @@ def no_waits() -> Iterator[None]:
         torch.ops.castwise_sim.forbid_waits(before)
 
 
-@contextlib.contextmanager
-def without_fp64() -> Iterator[None]:
-    """The device has no float64, as Apple's and many others."""
-    before = torch.ops.castwise_sim.set_fp64(False)
-    try:
-        yield
-    finally:
-        torch.ops.castwise_sim.set_fp64(before)
-
-
 def as_kernels_see(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the CPU on the memory of one of the device."""
     return torch.ops.castwise_sim.as_kernels_see(tensor)  # type: ignore[no-any-return]
@@ -202,6 +194,7 @@ def register() -> None:
     if hasattr(torch, NAME):
         return
     torch.ops.load_library(build())
+    torch.ops.castwise_sim.set_fp64(HAS_FP64)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -145,12 +145,12 @@ def test_second_process_on_the_same_cache_is_not_affected(
         x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).reshape(8, 8)
         def plan():
             import castwise
-            return castwise.autocast(castwise.Plan(compute="bf16", ops={"linear": "fp32"}), device_type=DEVICE)
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"linear": "fp32"}), device_type="cpu")
         def other():
             import castwise
-            return castwise.autocast(castwise.Plan(compute="bf16", ops={"log": "fp32"}), device_type=DEVICE)
+            return castwise.autocast(castwise.Plan(compute="bf16", ops={"log": "fp32"}), device_type="cpu")
         def plain():
-            return torch.autocast(DEVICE, dtype=torch.bfloat16)
+            return torch.autocast("cpu", dtype=torch.bfloat16)
         def run(make):
             f = torch.compile(lambda x: torch.nn.functional.linear(x, x))
             with make():
@@ -388,7 +388,7 @@ def test_a_graph_break_inside_a_native_region_is_as_in_torch() -> None:
 def test_a_native_region_that_is_made_before_dynamo_is_loaded(tmp_path: Path) -> None:
     code = """
         import sys, torch, castwise
-        region = castwise.autocast("bf16", device_type=DEVICE)
+        region = castwise.autocast("bf16", device_type="cpu")
         assert "torch._dynamo" not in sys.modules
         def run(x):
             with region, region:

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from castwise.core import _torch
-from castwise.core.devices import widest_dtype
+from castwise.core.devices import has_fp64, widest_dtype
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import LossScale
 from castwise.core.scaler import gradients
@@ -457,6 +457,21 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         value = self.step_or_skip(optimizer, state)
         state["stage"] = OptState.STEPPED
         return value
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, as :meth:`torch.amp.GradScaler.unscale_` does.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        scale = self._losses.current.scale
+        if scale is None or has_fp64(scale.device):
+            super().unscale_(optimizer)
+            return
+        state = self._flags.states[id(optimizer)]
+        if state["stage"] is not OptState.READY:
+            super().unscale_(optimizer)  # which raises
+        state["found_inf_per_device"], state["stage"] = self._unscaled(optimizer), OptState.UNSCALED
 
     def _unscaled(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
         """Divide an optimizer's gradients by the scale, and return whether one was not finite, as a tensor per device."""

@@ -107,7 +107,10 @@ class StepGuard(GradScaler):
 
     def _look(self, optimizer: Optimizer) -> _Found:
         one = self._losses.current.scale
-        if one is None:
+        if one is None:  # beside the gradients, which need not be on the current device
+            grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+            home = next((grad.device for grad in grads if grad is not None), None)
+            self._losses.get(self._losses.current.name, home)
             one = self._losses.scale_tensor()
         found, self._clean = self._clean, None
         if found is None:
@@ -153,7 +156,8 @@ class StepGuard(GradScaler):
         The host reads the outcome later, when it is available without waiting.
         """
         self._hear()
-        hand_over(optimizer, gradients.largest([*flags.values()], self._losses.scale_tensor().device))
+        (flag,) = flags.values() or (gradients.number(0.0, self._losses.scale_tensor().device),)
+        hand_over(optimizer, flag)
         first = not optimizer.state
         try:
             optimizer.step()

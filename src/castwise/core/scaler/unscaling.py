@@ -87,7 +87,7 @@ class Unscaling:
     def unscale(
         self, optimizer: Optimizer, inverse: torch.Tensor, flag: torch.Tensor, allow_fp16: bool
     ) -> _Flags:
-        """Multiply an optimizer's gradients by ``inverse``, and return for each device whether a gradient was not finite.
+        """Multiply an optimizer's gradients by ``inverse``, and return whether one was not finite.
 
         Args:
             optimizer: The optimizer.
@@ -96,7 +96,7 @@ class Unscaling:
             allow_fp16: Whether to unscale fp16 gradients too.
 
         Returns:
-            A flag for each device, a 0-dim fp32 tensor that is above zero if a gradient was not finite on any rank.
+            A flag by its device, a 0-dim fp32 tensor that is above zero if a gradient was not finite on any rank.
         """
         allow_fp16 = allow_fp16 or self._allow_fp16
         if gradients.unscale_plain(optimizer, inverse, flag, allow_fp16):
@@ -107,9 +107,10 @@ class Unscaling:
             flags = self._others(optimizer, inverse, flag, allow_fp16)
         alone = self._reduce is None and self._process_group is None
         groups = gradients.mesh_groups(optimizer) if alone else []
-        if alone and not groups:
+        if alone and not groups and len(flags) < 2:
             return flags
         # All ranks must make the same collective calls, so each sends exactly one flag, whether its gradients are on
         # several devices or it has none.
         joint = self.agreed(gradients.largest([*flags.values()], flag.device), groups)
-        return {device: joint.to(device) for device in flags or (flag.device,)}
+        # One flag also for several devices: torch's scaler adds them up, and fused kernels take no sum but 1 for an overflow.
+        return {flag.device: joint}

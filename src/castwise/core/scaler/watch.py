@@ -317,10 +317,11 @@ class Watch:
         if unscaled and not within:
             scaler.note_outcome(optimizer, bad)
         if bad is None:
-            hand_over(by, gradients.largest([*flags.values()], scaler.scale_tensor().device))
-            follows = isinstance(scaler, StepGuard) and not within
-            result = StepResult(list(flags.values()), send=follows)
-            if follows:
+            (flag,) = flags.values() or (gradients.number(0.0, scaler.scale_tensor().device),)
+            hand_over(by, flag)
+            guards = isinstance(scaler, StepGuard) and not within
+            result = StepResult(list(flags.values()), send=guards)
+            if isinstance(scaler, StepGuard) and guards:
                 scaler.note_on_its_way(optimizer, result)
             window.count(result)
             window.buffers.end_window(optimizer)

@@ -140,7 +140,8 @@ class DroppedUpdates:
         self.keeps = by_chance or bool(keepers)
         for piece in pieces:
             squares = devices.in_fp64(piece.wide.detach() - piece.before.float()).square()
-            dropped = squares[_stays(piece) & ~_kept(optimizer, piece, keepers)]
+            lasting = _stays(piece) & ~_kept(optimizer, piece, keepers)
+            dropped = squares[lasting.to(squares.device)]  # which is the CPU for a device without fp64
             lost = 0.0 if by_chance else float(dropped.sum())
             before = self.by_parameter.get(piece.parameter, (0.0, 0.0))
             self.by_parameter[piece.parameter] = before[0] + float(squares.sum()), before[1] + lost

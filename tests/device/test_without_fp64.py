@@ -1,0 +1,47 @@
+"""A device that has no float64: nothing that castwise computes there needs one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import castwise
+from castwise.errors import DeviceError
+from tests.device import sim
+from tests.device.test_finds import NAMES, net, step
+from tests.here import DEVICE
+
+pytestmark = pytest.mark.skipif(
+    DEVICE != sim.NAME or sim.HAS_FP64, reason="needs the simulated device and CASTWISE_SIM_FP64=0"
+)
+
+
+def test_the_device_has_none() -> None:
+    with pytest.raises(TypeError, match="no float64"):
+        torch.ones(3).double()
+
+
+@pytest.mark.parametrize("maker", ["fused", "plain"])
+@pytest.mark.parametrize("plan", NAMES)
+def test_every_preset_trains(plan: str, maker: str) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-4, fused=maker == "fused")
+    with castwise.Amp(plan, device=DEVICE) as amp:
+        amp.prepare(model, optimizer)
+        for _ in range(5):  # plans without masters measure some of them
+            step(amp, model, optimizer)
+        amp.load_state_dict(amp.state_dict())
+        step(amp, model, optimizer)
+
+
+def test_a_plan_that_names_it_is_refused() -> None:
+    plan = castwise.Plan(compute="bf16", regions=(castwise.Region("0", compute="fp64"),))
+    model = net()
+
+    def run() -> None:
+        with castwise.Amp(plan, device=DEVICE) as amp:
+            amp.prepare(model)
+            model(torch.ones(3, 8))
+
+    with pytest.raises((TypeError, DeviceError), match=r"float64|fp64"):
+        run()
