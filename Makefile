@@ -17,8 +17,13 @@ demo: $(STAMP)
 
 # Two files at a time with one thread each. Files that start processes fork them from one that has imported torch.
 # Bytecode is written even where the environment says not to: tests start processes that would compile all of it again.
+# `make test DEVICE=sim` runs what is about devices on a simulated accelerator (tests/device), and DEVICE=cuda on a GPU.
+DEVICE ?= cpu
+ON_DEVICES := $(addprefix tests/,device contract lifecycle lab/inspect lab/watch lab/parity lab/passes lab/search commands/jobs \
+	bridges/trainers $(addprefix core/,casting scaler masters session checkpoint))
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	CASTWISE_TEST_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile \
+		--no-loadscope-reorder $(if $(filter-out cpu,$(DEVICE)),$(ON_DEVICES))
 
 CHECKED := src tests bench scripts examples docs/conf.py
 lint: $(STAMP)

@@ -15,6 +15,7 @@ DEVICE = os.environ.get("CASTWISE_TEST_DEVICE", "cpu")
 
 if DEVICE == sim.NAME:
     sim.register()
+    sim.register_in_interpreters()
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
 

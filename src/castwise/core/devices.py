@@ -152,7 +152,9 @@ def event(device: torch.device) -> torch.Event | None:
     if not _has_events(device.type):
         return None
     made = torch.Event(device)
-    made.record(torch.accelerator.current_stream(device))  # by itself it takes the stream of the current device
+    made.record(
+        torch.accelerator.current_stream(device)
+    )  # by itself it takes the stream of the current device
     return made
 
 
