@@ -307,6 +307,5 @@ def features(device: torch.device) -> Features:
         warnings.simplefilter("ignore")
         said |= {"events": _has_events(kind), "random generators": generator(device)[0] is not _nothing}
     said |= {"pinned memory": pins_memory(kind), "memory statistics": memory_statistics(device)}
-    said |= {"times of its own in the profiler": profiler_activity(kind)}
     has = tuple(name for name, found in said.items() if found)
     return Features(count(kind), has, tuple(name for name in said if name not in has))

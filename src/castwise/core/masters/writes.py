@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -13,8 +14,14 @@ from castwise.core import _torch
 
 _own_data: Any = torch.Tensor.data
 _NOTHING = torch.empty(0, device="cpu")
+"""A tensor that can take the memory of a tensor on any of torch's own devices."""
 _FEW = 16
 _lock = threading.Lock()
+
+
+@functools.cache
+def _nothing(device_type: str) -> Tensor:
+    return torch.empty(0, device=device_type)
 
 
 class DataWrites:
@@ -31,7 +38,10 @@ class DataWrites:
 
     def alias(self, data: Tensor) -> Tensor:
         """Return a tensor with the same memory as ``data``, whose writes are counted."""
-        counter = _own_data.__get__(_NOTHING)
+        kind = data.device.type
+        counter = _own_data.__get__(
+            _NOTHING if kind != _torch.dynamo.custom_backend_name() else _nothing(kind)
+        )
         alias = _torch.tensors.counted_alias(data, counter)
         self._out.append((TensorWeakRef(alias), counter))
         if len(self._out) > self._enough:

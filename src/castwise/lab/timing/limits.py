@@ -82,7 +82,8 @@ class StepProfile:
         operators: One entry per operator and set of shapes, the slowest first.
         launches: Number of operators per step that compute something and call no other operator.
         launch_s: Minimum time of one operator call, forward or backward, on this machine.
-        busy_share: Share of a step during which an accelerator computes; None on a CPU.
+        busy_share: Share of a step during which an accelerator computes; None on a CPU, and if torch's profiler does not time
+            the accelerator.
     """
 
     step_s: stats.Summary
@@ -147,9 +148,9 @@ def profile_steps(
                 _step(workload, model, optimizer, batch)
             synchronize(device)
     step = stats.summarise(taken)
-    operators, total_s = _operators(profiler, device)
+    operators, device_s = _operators(profiler)
     share = stats.quantile([d / (d + s) for d, s in zip(data, taken, strict=True)], 0.5)
-    busy = min(1.0, total_s / step.median_s) if devices.profiler_activity(device.type) else None
+    busy = min(1.0, device_s / step.median_s) if device_s else None
     return StepProfile(
         step, stats.summarise(data), share, operators, _launches(profiler) / PROFILED, _launch_s(), busy
     )
@@ -240,14 +241,15 @@ def product_of(name: str, shapes: Sequence[Sequence[int]]) -> str:
     return "depthwise" if weight[1] == 1 and image[1] > 1 else "convolution"
 
 
-def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime, ...], float]:
-    """Return the time share of each operator by shapes, and the sum of the operators' times in seconds.
+def _operators(profiler: Any) -> tuple[tuple[OperatorTime, ...], float]:
+    """Return the time share of each operator by shapes, and the seconds of a step that operators take on an accelerator.
 
     Times are those of the operator itself, without operators that it calls. They are device times if the profiler has them.
     """
     taken: dict[tuple[str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
-    on_device = devices.profiler_activity(device.type) is not None
-    for event in profiler.events():
+    events = profiler.events()
+    on_device = any(event.self_device_time_total for event in events)
+    for event in events:
         if not _is_operator(event.name):
             continue
         if on_device and str(event.device_type) != "DeviceType.CPU":
@@ -263,7 +265,7 @@ def _operators(profiler: Any, device: torch.device) -> tuple[tuple[OperatorTime,
     for (name, shapes), spent in own.items():
         share, calls = spent / total if total else 0.0, len(taken[name, shapes]) / PROFILED
         found.append(OperatorTime(name, share, calls, product_of(name, shapes), operator_class(name, shapes)))
-    return tuple(sorted(found, key=lambda operator: -operator.share)), total * 1e-6
+    return tuple(sorted(found, key=lambda operator: -operator.share)), total * 1e-6 if on_device else 0.0
 
 
 def _is_shape(value: Any) -> bool:
