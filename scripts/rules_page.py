@@ -37,8 +37,8 @@ def page() -> str:
         ),
         _section(
             "`native` on CUDA, and `cuda`",
-            "What `torch.autocast` does on CUDA (and ROCm) by itself, and on XPU, where there is no "
-            f"{missing}. The base `cuda` is this table on every device, so that a run on a CPU predicts one on a GPU; "
+            "What `torch.autocast` does on CUDA (and ROCm) by itself, and on XPU and other accelerators for those of these "
+            f"operators that they have autocast kernels for; on XPU there is no {missing}. The base `cuda` is this table on every device, so that a run on a CPU predicts one on a GPU; "
             f"where cuDNN's own kernels do not exist, {stand_ins} stand in for them.",
             describe("native", "cuda"),
         ),
