@@ -5,8 +5,9 @@ its sound twin. A plan is then judged by training it against fp32, by a judge th
 are: plans that fail the judge; planted places that were kept in fp32, where the case is fragile in that format; and regions
 that were kept though they are sound. ``parity`` is asked about the low format everywhere too.
 
-There are two suites. ``first`` (``bench/planted/cases.py``, ``judge.py``) was written after the search, beside it;
+There are three suites. ``first`` (``bench/planted/cases.py``, ``judge.py``) was written after the search, beside it;
 ``held-out`` (``models.py``, ``paired.py``), with a stricter judge, was committed before any search or test had run on it.
+``discrete`` (``discrete.py``, judged likewise) plants its faults in random draws, indices and masks.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import castwise
 from castwise import Plan, Region, Workload
 from castwise.core.model.resolve import assign
 from common import RESULTS, write
-from planted import cases, judge, models, paired
+from planted import cases, discrete, judge, models, paired
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A case of either suite.
+    """A case of a suite.
 
     Attributes:
-        suite: ``first`` or ``held-out``.
+        suite: ``first``, ``held-out`` or ``discrete``.
         name: Of the case.
         formats: In which training shows the place.
         fragile: Path of the place.
@@ -76,7 +77,7 @@ def subjects(suite: str) -> Iterator[Subject]:
                 suite, case.name, case.formats, case.fragile, others, case.workload, judge.reference, first
             )
     else:
-        for other in models.CASES:
+        for other in {"held-out": models, "discrete": discrete}[suite].CASES:
             yield Subject(
                 suite, other.name, other.formats, other.fragile, tuple(models.sound_modules(other)), other.make,
                 paired.train_fp32, held_out,
@@ -153,10 +154,10 @@ def summary(suite: str, rows: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run a suite; the other's rows in the result file stay."""
+    """Run suites; the rows of others in the result file stay."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--suite", default="first,held-out", help="names, between commas")
+    parser.add_argument("--suite", default="first,held-out,discrete", help="names, between commas")
     parser.add_argument("--only", default="", help="names of cases, between commas; then nothing is written")
     options = parser.parse_args()
     if options.device != "cpu":

@@ -9,8 +9,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from planted.models import Case, Low, Pooled, _stack
+from planted.models import CLASSES, Case, Low, Pooled, _indexed, _stack
 from planted.places import Place
 
 
@@ -39,6 +40,39 @@ class RareEvent(Place):
         return torch.where(u < 1e-4, 60.0, x)
 
 
+def _coded(x: Tensor, index: Tensor) -> Tensor:
+    """Features with a code of whole numbers modulo 16 added."""
+    return x + functional.one_hot(index % 16, x.shape[-1]).to(x.dtype)
+
+
+class Edges(Place):
+    """Codes the interval of sorted edges in which a number lies."""
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        dtype = torch.float32 if self.sound else x.dtype
+        edges = torch.arange(4096, 8200, device=x.device).to(dtype)
+        return _coded(x, torch.bucketize(number.to(dtype), edges))
+
+
+class Counted(Place):
+    """Codes positions that are counted from the first token's by adding up ones."""
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        dtype = torch.float32 if self.sound else x.dtype
+        ones = torch.ones(number.shape, device=x.device, dtype=dtype)
+        ones[:, 0] = number[:, 0]
+        return _coded(x, ones.cumsum(1, dtype=dtype).long())
+
+
+class Matched(Place):
+    """Codes which of the numbers from 0 to 15 a number is, modulo 16, as a mask."""
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        each = number.to(torch.float32 if self.sound else x.dtype).unsqueeze(-1)
+        mask = each % 16 == torch.arange(x.shape[-1], device=x.device)
+        return torch.where(mask, x + 1.0, x)
+
+
 _BOTH: tuple[Low, ...] = ("bf16", "fp16")
 
 CASES = (
@@ -48,4 +82,10 @@ CASES = (
          "rand_like in a low format is sometimes 0, and two logarithms make infinity of it"),
     Case("rare-event", _BOTH, "trunk.1", partial(_stack, 1), RareEvent,
          "rand_like in bf16 is below 1e-4 in one of 512 draws"),
+    Case("edges", _BOTH, "join", partial(_indexed, CLASSES), Edges,
+         "edges of thousands are equal in a low format", "bucket"),
+    Case("counted", _BOTH, "join", partial(_indexed, CLASSES), Counted,
+         "a sum of thousands does not grow by ones", "bucket"),
+    Case("matched", _BOTH, "join", partial(_indexed, CLASSES), Matched,
+         "whole numbers of thousands are rounded to others", "bucket"),
 )  # fmt: skip
