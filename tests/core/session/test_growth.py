@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -40,8 +42,8 @@ class Beside(nn.Module):
         return torch.cat([part(x) for part in self.parts])
 
 
-def calls(step: Step) -> Counter[str]:
-    """The functions that the sixth step calls, with how often, in Python and in C."""
+def calls(run: Callable[[], object]) -> Counter[str]:
+    """The functions that are called meanwhile, with how often, in Python and in C."""
     found: Counter[str] = Counter()
 
     def note(frame: Any, event: str, what: Any) -> None:
@@ -50,11 +52,10 @@ def calls(step: Step) -> Counter[str]:
         elif event == "c_call":
             found[what.__qualname__] += 1
 
-    for _ in range(5):  # some of the first steps look for mistakes
-        step()
+    gc.collect()  # finalizers of what other tests left behind would count
     sys.setprofile(note)
     try:
-        step()
+        run()
     finally:
         sys.setprofile(None)
     return found
@@ -62,8 +63,13 @@ def calls(step: Step) -> Counter[str]:
 
 def growth(make: Callable[[int], Step]) -> float:
     """How many calls a step makes for each further parameter or module."""
-    few, many = calls(make(100)), calls(make(200))
-    return (many.total() - few.total()) / 100
+    counts = []
+    for size in (100, 200):
+        step = make(size)
+        for _ in range(5):  # some of the first steps look for mistakes
+            step()
+        counts.append(calls(step).total())
+    return (counts[1] - counts[0]) / 100
 
 
 def by_castwise(plan: str, kind: Any, size: int, **options: Any) -> Step:
@@ -119,6 +125,47 @@ def test_a_step_calls_no_more_functions_per_parameter_than_the_loop_by_hand(plan
     ours = growth(lambda size: by_castwise(plan, kind, size))
     hand = growth(lambda size: by_hand(plan, kind, size))
     assert 0 < ours <= 1.1 * hand
+
+
+@pytest.mark.parametrize(("kind", "most"), [(Vectors, (450, 150)), (Beside, (1350, 400))])
+def test_preparing_and_closing_walk_over_parameters_a_fixed_number_of_times(
+    kind: Any, most: tuple[int, int]
+) -> None:
+    """The calls for each parameter, or module with two, are as many in a model of any size."""
+    counts: list[tuple[int, int]] = []
+    for size in (5, 100, 200, 400):
+        model = kind(size)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
+        amp = castwise.Amp("bf16-master", device="cpu")
+        prepared = calls(functools.partial(amp.prepare, model, optimizer)).total()
+        counts.append((prepared, calls(amp.close).total()))
+    for few, some, many, limit in zip(*counts[1:], most, strict=True):
+        assert many - some == pytest.approx(2 * (some - few), rel=0.02)
+        assert (many - some) / 200 <= limit
+
+
+def test_no_garbage_is_collected_while_a_model_is_prepared_or_closed() -> None:
+    """A collection walks through all objects of the process; preparing 10,000 parameters would start several."""
+    model = Vectors(500)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
+    amp = castwise.Amp("bf16-master", device="cpu")
+    begun: list[str] = []
+
+    def note(phase: str, info: Any) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_name in ("apply", "_undo"):
+                begun.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        amp.prepare(model, optimizer)
+        amp.close()
+    finally:
+        gc.callbacks.remove(note)
+    assert not begun
+    assert gc.isenabled()
 
 
 def test_a_second_trained_model_does_not_cost_a_walk_through_the_graph_at_every_step(

@@ -219,6 +219,7 @@ class Attachment:
         covered = None if self.covers_all else self._covered()
         groups = [list(group["params"]) for group in optimizer.param_groups]
         made: dict[int, Any] = {}
+        kept: list[tuple[Any, Any, Tensor | None, Any]] = []
         frozen = []
         for params in groups:
             for index, parameter in enumerate(params):
@@ -228,20 +229,18 @@ class Attachment:
                     continue
                 if parameter.requires_grad:
                     if id(parameter) not in made:
-                        made[id(parameter)] = new_master(parameter)
+                        shared, original = master_of(parameter), original_of(parameter)
+                        made[id(parameter)] = new_master(parameter, original)
+                        kept.append((made[id(parameter)], shared, original, optimizer.state.get(parameter)))
                     params[index] = made[id(parameter)]
                 else:
                     frozen.append(parameter)
         masters = [p for params in groups for p in params if isinstance(p, Master)]
         # a master that another optimizer made may differ from its parameter by now, so both are compared at the next step
-        new = (master for master in made.values() if master_of(master.stored) is None)
+        new = (master for master, shared, *_ in kept if shared is None)
         marks = self._pairs.marks() | {id(master.stored): mark_of(master) for master in new}
         pairs = Pairs(self._optimizer, masters, marks)
         former = [list(group["params"]) for group in optimizer.param_groups]
-        kept = [
-            (master, master_of(master.stored), original_of(master.stored), optimizer.state.get(master.stored))
-            for master in made.values()
-        ]
         before = dict(vars(self))
         try:
             for master in made.values():

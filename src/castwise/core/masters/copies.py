@@ -212,7 +212,8 @@ def note_replaced(copied: Tensor) -> None:
 
 def excuse(parameter: Tensor) -> None:
     """Stop watching a copy, for example since other values were loaded into it."""
-    _watched.pop(parameter, None)
+    if _watched:
+        _watched.pop(parameter, None)
 
 
 def look_at_copies() -> None:

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise.core import _torch
 from castwise.core.plans.formats import LOW_DTYPES
 
-_originals: Any = WeakTensorKeyDictionary()
-_former: Any = WeakTensorKeyDictionary()
+_originals: _torch.tensors.OfTensors[_Original] = _torch.tensors.OfTensors()
+_former: _torch.tensors.OfTensors[torch.dtype] = _torch.tensors.OfTensors()
 
 
 class _Original(NamedTuple):
@@ -67,7 +66,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-@torch.no_grad()
 def merge_values(
     full: Tensor, values: Tensor, through: torch.dtype | None = None, *, cast: bool = False
 ) -> bool:
@@ -93,15 +91,20 @@ def merge_values(
     rounded = full.to(through or values.dtype)
     if torch.equal(rounded.to(values.dtype), values):
         return False
+    with torch.no_grad():
+        _merge(full, values, rounded, cast)
+    return True
+
+
+def _merge(full: Tensor, values: Tensor, rounded: Tensor, cast: bool) -> None:
     same = rounded.to(values.dtype) == values
     for way in LOW_DTYPES if cast else ():
         by_way = rounded.to(way).to(values.dtype)
         if values.dtype is not rounded.dtype:
             same |= by_way == values
         elif _equal(by_way, values):
-            return True
+            return
     full.copy_(torch.where(same, full, values.to(full.dtype)))
-    return True
 
 
 def store(parameter: Tensor, dtype: torch.dtype) -> None:
@@ -151,7 +154,8 @@ def original_of(parameter: Tensor) -> Tensor | None:
     values, written = known.values.to(parameter.device), _torch.tensors.version(parameter)
     cast = parameter.dtype is not known.stored or written == known.written
     merge_values(values, parameter, known.stored, cast=cast)
-    _originals[parameter] = known._replace(values=values, written=written)
+    if values is not known.values or written != known.written:
+        _originals[parameter] = known._replace(values=values, written=written)
     return values
 
 
@@ -173,12 +177,12 @@ def former_dtype(tensor: Tensor) -> torch.dtype:
 def forget_former(tensor: Tensor, dtype: torch.dtype) -> None:
     """Undo :func:`note_former` if it recorded this format."""
     if _former.get(tensor) is dtype:
-        del _former[tensor]
+        _former.pop(tensor)
 
 
 def forget_original(parameter: Tensor) -> None:
     """Discard the original values of a parameter, if any are kept."""
-    _originals.pop(parameter, None)
+    _originals.pop(parameter)
 
 
 def restore(parameter: Tensor) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from castwise.core import _torch
 from castwise.core.masters.copies import excuse
@@ -34,7 +34,7 @@ from castwise.core.masters.writes import DataWrites
 _own_data: Any = torch.Tensor.data
 _own_grad: Any = torch.Tensor.grad
 _own_attributes: Any = torch.Tensor.__dict__["__dict__"]
-_masters: Any = WeakTensorKeyDictionary()
+_masters: _torch.tensors.OfTensors[TensorWeakRef] = _torch.tensors.OfTensors()
 
 
 class Master:
@@ -371,7 +371,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     elif write_back is False:
         remember_original(parameter, master.data, master.former_dtype)
     fit_grad(parameter, parameter.dtype if follows else master.former_grad_dtype)
-    _masters.pop(parameter, None)
+    _masters.pop(parameter)
     return parameter
 
 

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from castwise.core import _torch
 from castwise.errors import StateError
 
-_stored: Any = WeakTensorKeyDictionary()
+_stored: _torch.tensors.OfTensors[torch.dtype] = _torch.tensors.OfTensors()
 _narrow: Any = WeakTensorKeyDictionary()
 """The dtype to which each parameter is cast at present, for parameters that their prepared model stores in a wider dtype."""
 
@@ -34,7 +34,7 @@ def note_format(parameter: Tensor) -> None:
 def forget_formats(model: nn.Module) -> None:
     """Forget the recorded dtypes of a model that is no longer prepared."""
     for parameter in model.parameters():
-        _stored.pop(parameter, None)
+        _stored.pop(parameter)
     if not len(_stored):
         _casts.end()
 

@@ -200,7 +200,7 @@ class Newcomers:
     """
 
     def __init__(self, model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
-        self._known: Any = WeakTensorKeyDictionary()
+        self._known: _torch.tensors.OfTensors[bool] = _torch.tensors.OfTensors()
         self._formats: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         """The dtype in which the plan stores the tensors of a module, and the dtype they had before, by the module's path."""
         for name, tensor in named_tensors(model):

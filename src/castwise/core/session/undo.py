@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,9 @@ class UndoLog:
     then called again before the rest, and the interrupt is raised at the end. After a second interrupt, the rest is
     left to the next :meth:`close`. So a function must tolerate being called twice. Grad mode is restored, since an
     interrupt inside torch's ``no_grad`` can leave it off.
+
+    Python's garbage collector is paused while changes are made or undone. They create many objects for each parameter,
+    of which none is garbage, and would start collections that walk through all objects of the process.
 
     Attributes:
         kept: Objects that the functions need to undo a failed transaction exactly. They are released when the
@@ -42,8 +46,9 @@ class UndoLog:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[UndoLog]:
         """Undo the changes that were recorded inside the ``with`` block if the block raises."""
-        mark, grad = len(self._entries), torch.is_grad_enabled()
+        mark, grad, collects = len(self._entries), torch.is_grad_enabled(), gc.isenabled()
         try:
+            gc.disable()
             yield self
             self.kept.clear()
         except BaseException as error:
@@ -53,10 +58,19 @@ class UndoLog:
             except BaseException as other:
                 error.add_note(f"Undoing the changes failed as well: {other!r}")
             raise
+        finally:
+            if collects:
+                gc.enable()
 
     def close(self) -> None:
         """Undo all changes. If undoing one fails, the others are still undone, and the first error is raised at the end."""
-        self._undo(0)
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            self._undo(0)
+        finally:
+            if collects:
+                gc.enable()
 
     def _undo(self, mark: int) -> None:
         failed: BaseException | None = None
