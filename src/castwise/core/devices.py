@@ -32,7 +32,7 @@ def has_autocast(name: object) -> bool:
 
 
 def _accepted(name: str) -> bool:
-    if hasattr(torch, name) and type_of(name) == name and torch.amp.is_autocast_available(name):
+    if name in vars(torch) and type_of(name) == name and torch.amp.is_autocast_available(name):
         _known.add(name)
     return name in _known
 

@@ -137,18 +137,18 @@ def _own_device(device: torch.device, call: str) -> torch.device:
         raise DeviceError(
             f"{call}: all processes of this machine would use {device}; give --device {kind}, and each process takes its own"
         )
-    try:
-        dist.get_default_backend_for_device(kind)
-    except ValueError:
-        raise DeviceError(
-            f"{call}: several processes cannot compute on {kind}, since torch.distributed has no backend for it; use --device cpu"
-        ) from None
     local = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
     if local >= (count := devices.count(kind)):
         raise DeviceError(
             f"{call}: process {local} of this machine needs a {kind} device of its own, but the machine has {count}; start fewer "
             "processes, or give --device cpu"
         )
+    try:
+        dist.get_default_backend_for_device(kind)
+    except ValueError:
+        raise DeviceError(
+            f"{call}: several processes cannot compute on {kind}, since torch.distributed has no backend for it; use --device cpu"
+        ) from None
     torch.accelerator.set_device_index(local)
     return torch.device(kind, local)
 
