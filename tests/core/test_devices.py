@@ -97,10 +97,11 @@ def test_a_device_that_an_extension_brings_is_found_by_its_name() -> None:
     ("call", "sentence"),
     [
         ("castwise.Amp('bf16-mixed', device='npu')", "torch has no autocast kernels for npu devices, so nothing would be cast"),
-        ("castwise.Amp('fp16-true', device='npu')", "npu (npu) does not compute in fp16; use a plan in bf16"),
+        ("castwise.Amp('fp16-true', device='npu')", "npu (npu) does not compute in fp16; use bf16 instead"),
         ("castwise.Amp('fp32', device='npu:2')", "there are only 2, counted from 0; use a lower index"),
         ("castwise.Amp('fp32', device='tpu')", "torch knows no such device here; allowed: cpu or npu, or npu:0 to npu:1"),
         ("castwise.bench('sine', ['fp32'], device='npu:5')", "there are only 2"),
+        ("castwise.Amp('fp32', device='hpu')", "there is no module torch.hpu, which the extension that brings the device registers"),
         ("castwise.Amp('tf32', device='npu')", "this npu device has no TF32"),
     ],
 )  # fmt: skip

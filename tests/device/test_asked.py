@@ -128,7 +128,7 @@ def test_it_lacks_formats_and_devices_in_one_sentence(monkeypatch: pytest.Monkey
         processes._own_device(torch.device(sim.NAME), "train")
     monkeypatch.setattr(torch.sim, "get_amp_supported_dtype", lambda: [torch.float16])  # type: ignore[attr-defined]
     with pytest.raises(
-        DeviceError, match=r"sim \(simulated accelerator\) does not compute in bf16; use a plan in fp16"
+        DeviceError, match=r"sim \(simulated accelerator\) does not compute in bf16; use fp16 instead"
     ):
         castwise.Amp("bf16-true", device=LAST)
 

@@ -82,9 +82,10 @@ def device_type_of(device: Any) -> str:
             f"Amp(device={shown(device)}): torch knows no such device here; allowed: {devices.choices()}"
         )
     if not devices.has_autocast(kind):
-        raise DeviceError(
-            f"Amp(device={device!r}): not a device type that torch.autocast accepts; allowed: {devices.choices()}"
-        )
+        why = "not a device type that torch.autocast accepts"
+        if torch.amp.is_autocast_available(kind):
+            why = f"there is no module torch.{kind}, which the extension that brings the device registers"
+        raise DeviceError(f"Amp(device={device!r}): {why}; allowed: {devices.choices()}")
     _check_there("Amp", torch.device(device))
     return kind
 
@@ -152,10 +153,14 @@ def check_device(plan: Plan, device_type: str) -> None:
             f"'as_given'"
         )
     low = [get_format(dtype).name for dtype in devices.low_dtypes(device_type)]
-    if lacks := sorted(plan.formats & {"bf16", "fp16"} - {*low}):
+    lacks = sorted(plan.formats & {"bf16", "fp16"} - {*low})
+    if "fp64" in plan.formats and not devices.has_fp64(torch.device(device_type)):
+        lacks.append("fp64")
+    if lacks:
+        instead = "fp32" if lacks[0] == "fp64" or not low else low[0]
         raise DeviceError(
-            f"Plan {plan}: {device_type} ({devices.name_of(torch.device(device_type))}) does not compute in {lacks[0]}; use a "
-            f"plan in {low[0] if low else 'fp32'}"
+            f"Plan {plan}: {device_type} ({devices.name_of(torch.device(device_type))}) does not compute in {lacks[0]}; use "
+            f"{instead} instead"
         )
     if plan.autocasts and plan.rules == "native" and not devices.casts(device_type):
         raise DeviceError(

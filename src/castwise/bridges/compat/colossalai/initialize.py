@@ -80,7 +80,7 @@ def launch(
         world_size: The number of processes.
         host: The address of the first process.
         port: The port of the first process.
-        backend: The backend of torch.distributed. ``nccl`` is replaced by ``gloo`` if there is no CUDA device.
+        backend: The backend of torch.distributed. ``nccl`` is replaced by that of this process's device if there is no CUDA device.
         local_rank: The rank of this process on its machine, which is the index of its accelerator. The default is the
             rank modulo the number of accelerators.
         seed: The seed of Python, NumPy and torch, which is the same on all ranks.
@@ -93,7 +93,8 @@ def launch(
     said = ""
     if not dist.is_initialized():
         if backend == "nccl" and kind != "cuda":
-            backend, said = "gloo", f", backend gloo because there is no CUDA device (this device is {kind})"
+            backend = dist.get_default_backend_for_device(kind)
+            said = f", backend {backend} because there is no CUDA device (this device is {kind})"
         address = f"[{host}]" if ":" in host else host
         dist.init_process_group(
             backend, rank=rank, world_size=world_size, init_method=f"tcp://{address}:{port}"

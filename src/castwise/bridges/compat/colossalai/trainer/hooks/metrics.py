@@ -29,7 +29,10 @@ def over_data_ranks(*values: float | Tensor) -> list[float]:
     numbers = [torch.as_tensor(value, dtype=torch.float64, device="cpu").reshape(()) for value in values]
     total = torch.stack(numbers)
     if gpc.get_world_size(ParallelMode.DATA) > 1:
-        total = total.to(get_current_device(), torch.float32 if get_current_device().type == "mps" else None)
+        try:
+            total = total.to(get_current_device())
+        except (RuntimeError, TypeError):  # the device has no fp64
+            total = total.to(get_current_device(), torch.float32)
         dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
     return [float(value) for value in total]
 
