@@ -20,7 +20,7 @@ demo: $(STAMP)
 # `make test DEVICE=sim` runs what is about devices on a simulated accelerator (tests/device), and DEVICE=cuda on a GPU.
 DEVICE ?= cpu
 ON_DEVICES := $(addprefix tests/,device contract lifecycle lab/inspect lab/watch lab/parity lab/passes lab/search commands/jobs \
-	bridges/trainers $(addprefix core/,casting scaler masters session checkpoint))
+	$(addprefix core/,casting scaler masters session checkpoint))
 test: $(STAMP)
 	CASTWISE_TEST_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile \
 		--no-loadscope-reorder $(if $(filter-out cpu,$(DEVICE)),$(ON_DEVICES))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tests.here import DEVICE
+
 
 class Counting(nn.Module):
     """A perceptron with BatchNorm that counts its training forwards in a floating buffer."""
@@ -121,7 +123,7 @@ class Kind:
 
     def batch(self, seed: int) -> Tensor:
         """An input; the same for the same seed."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
         if self.shape is None:
             return torch.randint(11, (2, 5), generator=generator)
         return torch.randn(4, *self.shape, generator=generator)

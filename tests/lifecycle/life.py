@@ -25,6 +25,7 @@ from castwise.core.casting import frames
 from castwise.core.masters import without_masters
 from castwise.core.session import Amp
 from castwise.errors import CastwiseError
+from tests.here import DEVICE
 from tests.lifecycle.kinds import KINDS, LLAMA, optimizers
 from tests.lifecycle.photograph import bits, differences, of_model, of_optimizers, of_process
 from tests.lifecycle.twin import Twin, can_follow, load_state
@@ -158,7 +159,7 @@ class Life:
             **of_model(self.model, False),
             **of_optimizers(self.optimizers, False),
         }
-        self.amp = Amp(plan, device="cpu")
+        self.amp = Amp(plan, device=DEVICE)
         self.amp.prepare(self.model, *self.optimizers)
         self.line = line
         self.result = None
@@ -184,7 +185,7 @@ class Life:
             not _torch.cpu.cpu_has_bf16() or (self.amp and self.amp.plan.fp32_matmul != "as_is")
         ):
             return
-        amp = Amp(plan, device="cpu")
+        amp = Amp(plan, device=DEVICE)
         self.refused.append(amp)  # a collected one gives its settings up by that
         given: list[Any] = list(self.optimizers)
         methods: tuple[str, ...] = ()
@@ -213,7 +214,7 @@ class Life:
             )
             given.append(stubborn)
         elif how == "conflict":
-            other = Amp("fp32+fp32_matmul=bf16", device="cpu")
+            other = Amp("fp32+fp32_matmul=bf16", device=DEVICE)
             other.prepare(nn.Linear(1, 1))
         extra = [o for o in given[len(self.optimizers) :] if hasattr(o, "_optimizer_step_pre_hooks")]
         watched = [*self.optimizers, *extra]
@@ -405,7 +406,7 @@ class Life:
         model = nn.Linear(2, 2)
         compiled = torch.compile(model, backend="eager")
         compiled(torch.ones(1, 2))
-        with Amp("bf16-mixed", device="cpu") as amp:
+        with Amp("bf16-mixed", device=DEVICE) as amp:
             for given in (model, compiled):
                 try:
                     amp.prepare(given)
@@ -422,7 +423,7 @@ class Life:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         lbfgs = torch.optim.LBFGS(trained, 0.1, max_iter=2)
         before = self.photograph(values=False)
-        with Amp("bf16-master", device="cpu") as amp:
+        with Amp("bf16-master", device=DEVICE) as amp:
             amp.prepare(self.model, lbfgs)
             x = self.kind.batch(self.seed)
 
@@ -609,8 +610,8 @@ class Life:
                 self.amp.close()
         while frames.depth():
             frames.pop()
-        torch.set_autocast_enabled("cpu", False)
-        torch.set_autocast_dtype("cpu", self.at_start["autocast dtype"])
+        torch.set_autocast_enabled(DEVICE, False)
+        torch.set_autocast_dtype(DEVICE, self.at_start["autocast dtype"])
         backends = torch.backends.mkldnn
         backends.matmul.fp32_precision, backends.conv.fp32_precision = self.at_start["fp32 precision"]
 

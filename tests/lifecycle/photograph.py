@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from castwise.core.casting import frames, kernels
+from tests.here import DEVICE
 
 _MODULE_HOOKS = [name for name in vars(nn.Module()) if "hooks" in name]
 _OPTIMIZER_HOOKS = [name for name in vars(torch.optim.SGD([torch.zeros(1)])) if "hooks" in name]
@@ -19,13 +20,13 @@ def of_process() -> dict[str, Any]:
     """Settings of the thread and of the process."""
     backends = torch.backends.mkldnn
     return {
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "autocast": torch.is_autocast_enabled(DEVICE),
+        "autocast dtype": torch.get_autocast_dtype(DEVICE),
         "autocast cache": torch.is_autocast_cache_enabled(),
         "grad mode": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
         "frames": frames.depth(),
-        "override kernels": sorted(kernels.registered("cpu")),
+        "override kernels": sorted(kernels.registered(DEVICE)),
         "fp32 precision": (backends.matmul.fp32_precision, backends.conv.fp32_precision),
     }
 

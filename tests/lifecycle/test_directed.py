@@ -19,6 +19,7 @@ import castwise
 from castwise.core.plans.plan import PRESETS
 from castwise.core.session import Amp
 from castwise.errors import CastwiseError, StateError
+from tests.here import DEVICE
 from tests.lifecycle.kinds import KINDS, optimizers
 from tests.lifecycle.life import ERRORS, GETTERS, PLANS, REFUSALS, Life, check, living
 from tests.lifecycle.photograph import bits, of_model, of_optimizers, of_process
@@ -113,7 +114,7 @@ def test_close_undoes_inference(kind: str, line: str) -> None:
     with living(kind) as life:
         life.model.eval()
         before = life._whole()
-        amp = Amp(line, device="cpu")
+        amp = Amp(line, device=DEVICE)
         amp.prepare(life.model, inference=True)
         life._plain_forward()
         amp.close()
@@ -124,7 +125,7 @@ def test_what_a_collected_amp_claimed_is_free() -> None:
     before = of_process()
     for line in ("fp32+fp32_matmul=ieee", "O1"):
         model = nn.Linear(2, 2)
-        amp = Amp(line, device="cpu")
+        amp = Amp(line, device=DEVICE)
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         del model, amp
         gc.collect()
@@ -156,7 +157,7 @@ def test_close_gives_dtensors_back() -> None:
             }
 
         before = stored()
-        with Amp("bf16-master", device="cpu") as amp:
+        with Amp("bf16-master", device=DEVICE) as amp:
             amp.prepare(model, optimizer)
             amp.backward(model(x).full_tensor().square().mean())
             amp.step(optimizer)
@@ -207,7 +208,7 @@ def test_an_interrupted_method_leaves_no_plan_in_force(which: str) -> None:
             raise ERRORS[which]()
 
     before = of_process()
-    with Amp("O1", device="cpu") as amp:
+    with Amp("O1", device=DEVICE) as amp:
         model = amp.prepare(Model(2, 2), methods=("score",))
         inside = of_process()
         with pytest.raises(type(ERRORS[which]())):
@@ -256,7 +257,7 @@ class Odd(nn.Module):
 def test_an_odd_output_leaves_no_plan_in_force(what: str, line: str) -> None:
     before = of_process()
     model = nn.Sequential(Odd(ODD[what]))
-    with Amp(line, device="cpu") as amp:
+    with Amp(line, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         inside = of_process()
         try:
@@ -275,7 +276,7 @@ def test_an_odd_output_leaves_no_plan_in_force(what: str, line: str) -> None:
 def test_a_step_of_an_optimizer_that_was_not_prepared_is_refused(line: str) -> None:
     model = KINDS["plain"].build()
     (optimizer,) = optimizers(model, "sgd")
-    with Amp(line, device="cpu") as amp:
+    with Amp(line, device=DEVICE) as amp:
         amp.prepare(model)
         before = of_model(model)
         amp.backward(model(KINDS["plain"].batch(0)).square().mean())
@@ -287,7 +288,7 @@ def test_a_step_of_an_optimizer_that_was_not_prepared_is_refused(line: str) -> N
 
 def test_masters_without_an_optimizer_are_noticed_when_trained() -> None:
     model = KINDS["plain"].build()
-    with Amp("bf16-master", device="cpu") as amp:
+    with Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(model)
         (optimizer,) = optimizers(model, "sgd")
         with pytest.raises((CastwiseError, UserWarning), match="prepare"):  # noqa: PT012 - at either of them
@@ -317,7 +318,7 @@ def test_second_derivatives_under_masters_are_right_or_refused_in_words() -> Non
         finally:
             optimizer.zero_grad()
 
-    with Amp("bf16-master", device="cpu") as amp:
+    with Amp("bf16-master", device=DEVICE) as amp:
         try:
             traces = hessian(amp)
         except CastwiseError:
@@ -358,14 +359,14 @@ def test_prepare_after_a_compiled_run_is_refused(how: Callable[[nn.Module], Any]
     x = KINDS["plain"].batch(0)
     compiled(x)
     before = of_model(model)
-    with Amp("bf16-mixed", device="cpu") as amp:
+    with Amp("bf16-mixed", device=DEVICE) as amp:
         try:
             amp.prepare(model if given == "model" else compiled)
         except StateError:
             check(before, of_model(model), "a refused prepare")
             return
         want = KINDS["plain"].build()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             expected = want(x).float()
         assert torch.equal(compiled(x), expected), "accepted, and then ignored"
 
@@ -404,7 +405,7 @@ def _two_halves(line: str) -> tuple[Amp, nn.Module, list[torch.optim.Optimizer]]
         torch.optim.SGD(model[0].parameters(), 0.1),  # type: ignore[index]
         torch.optim.SGD(model[2].parameters(), 0.1),  # type: ignore[index]
     ]
-    amp = Amp(line, device="cpu")
+    amp = Amp(line, device=DEVICE)
     amp.prepare(model, *pair)
     return amp, model, pair
 
@@ -464,7 +465,7 @@ def _clips_values_too_early(amp: Amp, model: nn.Module, optimizer: torch.optim.O
 def test_a_step_on_scaled_gradients_is_noticed(wrong: Callable[..., None], line: str) -> None:
     model = KINDS["plain"].build()
     (optimizer,) = optimizers(model, "sgd")
-    with Amp(line, device="cpu") as amp:
+    with Amp(line, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(model(KINDS["plain"].batch(0)).square().mean())
         before = [bits(p) for p in model.parameters()]
@@ -511,7 +512,7 @@ def _two_scales(amp: Amp, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def test_errors_of_a_window_speak_castwises_words(line: str, wrong: Callable[..., None]) -> None:
     model = KINDS["plain"].build()
     (optimizer,) = optimizers(model, "sgd")
-    with Amp(line, device="cpu") as amp:
+    with Amp(line, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         try:
             wrong(amp, model, optimizer)

@@ -20,6 +20,7 @@ from castwise.core.casting import kernels
 from castwise.core.casting.context import override_rows
 from castwise.core.session.process import Claim, _claimed
 from tests.core.masters.test_undo import Interrupts, interrupted
+from tests.here import DEVICE
 from tests.soak import each_value
 
 PLAN = Plan.parse("bf16-mixed+fp32_matmul=ieee+fp32_conv=ieee+ops.exp=fp32")
@@ -41,7 +42,7 @@ def held() -> tuple[Any, ...]:
 
 class Settings:
     def __init__(self) -> None:
-        self._claim = Claim(PLAN, "cpu")
+        self._claim = Claim(PLAN, DEVICE)
 
     def take(self) -> None:
         self._claim.take()
@@ -55,7 +56,7 @@ class Kernels:
         self._lease: kernels.Lease | None = None
 
     def take(self) -> None:
-        self._lease = kernels.Lease(override_rows(PLAN, "cpu"), "cpu")
+        self._lease = kernels.Lease(override_rows(PLAN, DEVICE), DEVICE)
 
     def close(self) -> None:
         if self._lease is not None:
@@ -97,7 +98,7 @@ def test_an_interrupted_ddp_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> N
     """What DistributedDataParallel gives a prepared model is noted before it is there."""
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = Amp("bf16-master", device="cpu")
+    amp = Amp("bf16-master", device=DEVICE)
     register = nn.Module.register_forward_pre_hook
 
     def and_then_interrupt(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -128,14 +129,14 @@ def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch
     before, line = held(), 0
     while True:
         line += 11
-        amp = Amp(PLAN, device="cpu")
+        amp = Amp(PLAN, device=DEVICE)
         layer = nn.Linear(4, 4)
         amp.prepare(layer)
         with interrupted(line, *ROOMS) as tracer:
             del layer, amp
             gc.collect()
         reached = tracer.left <= 0
-        after = Amp("bf16-mixed+fp32_matmul=bf16+ops.exp=fp32", device="cpu")
+        after = Amp("bf16-mixed+fp32_matmul=bf16+ops.exp=fp32", device=DEVICE)
         layer = nn.Linear(4, 4)
         after.prepare(layer)
         with after.autocast():
@@ -144,7 +145,7 @@ def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch
         if not reached:
             break
     assert line > 8
-    with Amp(PLAN, device="cpu") as last:
+    with Amp(PLAN, device=DEVICE) as last:
         last.prepare(layer)
     assert held() == before
 
@@ -190,7 +191,7 @@ class Handler(Interrupts):
 def test_a_claim_goes_with_its_session() -> None:
     """Collected unclosed."""
     before = held()
-    amp = Amp(PLAN, device="cpu")
+    amp = Amp(PLAN, device=DEVICE)
     amp.prepare(nn.Linear(4, 4))
     alive = weakref.ref(amp)
     assert held() != before

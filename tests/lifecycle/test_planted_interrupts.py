@@ -16,6 +16,7 @@ from castwise import Amp
 from castwise.core import _torch
 from castwise.core.masters import attachment
 from castwise.core.session.undo import UndoLog
+from tests.here import DEVICE
 
 PLANS = (
     "bf16-mixed",
@@ -76,7 +77,7 @@ def test_no_hook_outlives_an_interrupt_right_after_it_was_put_on(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whichever function it was put on."""
-    with Amp(line, device="cpu") as once:  # leaves what castwise installs once in a process
+    with Amp(line, device=DEVICE) as once:  # leaves what castwise installs once in a process
         once.prepare(*(kept := pair()))
     del kept
     number = 0
@@ -84,7 +85,7 @@ def test_no_hook_outlives_an_interrupt_right_after_it_was_put_on(
         number += 1
         model, optimizer = pair()
         before = hooks_of(*model.modules(), optimizer)
-        after, amp = After(number), Amp(line, device="cpu")
+        after, amp = After(number), Amp(line, device=DEVICE)
         with monkeypatch.context() as patched:
             for owner, name in REGISTRATIONS:
                 patched.setattr(owner, name, after.wrap(getattr(owner, name)))
@@ -107,7 +108,7 @@ def test_hooks_go_from_the_layers_that_had_them() -> None:
     model, optimizer = pair()
     first = model[0]
     before = hooks_of(first)
-    amp = Amp("bf16-master+regions.0=fp32", device="cpu")
+    amp = Amp("bf16-master+regions.0=fp32", device=DEVICE)
     amp.prepare(model, optimizer)
     assert hooks_of(first) != before
     model[0] = nn.Linear(4, 4)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from castwise.core.plans.plan import Plan
 from castwise.core.session import Amp
 from tests.core.masters.test_undo import interrupted
+from tests.here import DEVICE
 from tests.lifecycle.kinds import KINDS, optimizers
 from tests.lifecycle.life import SkipsInit, Stubborn, check
 from tests.lifecycle.photograph import bits, of_model, of_optimizers, of_process
@@ -39,7 +40,7 @@ class Pair:
         self.first, self.second = self.kind.build(), self.kind.build()
         (self.optimizer,), (self.other,) = optimizers(self.first, "adamw"), optimizers(self.second, "adamw")
         self.at_rest = self.photograph(values=False)
-        self.amp = Amp(Plan.parse(line), device="cpu")
+        self.amp = Amp(Plan.parse(line), device=DEVICE)
 
     def begin(self) -> Pair:
         """Prepare the first and train it for two steps, the last of them open."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import castwise
+from tests.here import DEVICE
 from tests.lifecycle.kinds import Kind, optimizers
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,7 +142,7 @@ class Twin:
             dtype = _LOW[plan.compute]
             if plan.stores_low and x.is_floating_point():
                 x = x.to(dtype)
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(DEVICE, dtype):
                 return module(x).float()
 
     def backward(self, loss: Tensor) -> None:

@@ -21,6 +21,7 @@ import castwise
 from castwise import LossScale, Plan
 from castwise.core import checkpoint, masters
 from castwise.errors import CheckpointError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -62,12 +63,12 @@ class Run:
         self.model = model()
         make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
         self.optimizer = make(self.model.parameters())
-        self.amp = castwise.Amp(plan, device="cpu")
+        self.amp = castwise.Amp(plan, device=DEVICE)
         self.amp.prepare(self.model, self.optimizer)
 
     def train(self, first: int, steps: int = 4) -> None:
         for number in range(first, first + steps):
-            x = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(number))
+            x = torch.randn(5, 1, 4, 4, generator=torch.Generator(DEVICE).manual_seed(number))
             for name, weight in (("loss", 1.0), ("other", 0.1)):
                 self.amp.backward(weight * self.model(x).square().mean(), name)
             self.amp.step(self.optimizer, max_norm=1.0)
@@ -188,7 +189,7 @@ def test_optimizers_of_other_kinds(tmp_path: Path) -> None:
 def test_lbfgs_keeps_its_history(tmp_path: Path) -> None:
     def learn(run: Run, steps: int) -> list[float]:
         losses = []
-        x = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(8, 1, 4, 4, generator=torch.Generator(DEVICE).manual_seed(0))
 
         def closure() -> Tensor:
             run.optimizer.zero_grad()
@@ -221,7 +222,7 @@ def test_groups_schedulers_and_several_optimizers(tmp_path: Path) -> None:
             torch.optim.SGD([{"params": [model["a"].weight], "weight_decay": 0.1}, {"params": [model["a"].bias]}], 0.1),
             torch.optim.AdamW(model["b"].parameters(), 0.1),
         ]  # fmt: skip
-        amp = castwise.Amp("bf16-master", device="cpu")
+        amp = castwise.Amp("bf16-master", device=DEVICE)
         for part, optimizer in zip(model.values(), optimizers, strict=True):
             amp.prepare(part, optimizer)
         return model, optimizers, torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5), amp
@@ -522,7 +523,7 @@ def passes_over(folder: Path, name: str, reason: str, **options: Any) -> checkpo
         found = checkpoint.newest(folder, **options)
     assert (found.step, [skipped.path.name for skipped in found.skipped]) == (1, [name])
     with pytest.raises(CheckpointError, match=reason):
-        checkpoint.load(folder / name, model=nn.Linear(1, 1), amp=castwise.Amp("fp32", device="cpu"))
+        checkpoint.load(folder / name, model=nn.Linear(1, 1), amp=castwise.Amp("fp32", device=DEVICE))
     return found
 
 
@@ -576,7 +577,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
     found = checkpoint.newest(tmp_path)
     assert (bool(found), found.path, found.skipped) == (False, None, ())
     with pytest.raises(CheckpointError, match=r"found no complete checkpoint; .* train from the start"):
-        checkpoint.load(found, model=nn.Linear(1, 1), amp=castwise.Amp("fp32", device="cpu"))
+        checkpoint.load(found, model=nn.Linear(1, 1), amp=castwise.Amp("fp32", device=DEVICE))
 
 
 class Kill(BaseException):

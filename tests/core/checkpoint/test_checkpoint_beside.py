@@ -16,6 +16,7 @@ from torch import nn
 import castwise
 from castwise.core import checkpoint
 from castwise.errors import CheckpointError
+from tests.here import DEVICE
 from tests.processes import forks
 
 LOOKS_S = 0.7
@@ -26,7 +27,7 @@ def save_again_and_again(folder: Path, keep: int, same_step: bool, ended: Callab
     torch.set_num_threads(1)
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with castwise.Amp("fp32", device="cpu") as amp:
+    with castwise.Amp("fp32", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         step = 5
         while not ended():
@@ -75,7 +76,7 @@ def test_there_is_always_one(tmp_path: Path, kind: str, keep: int, same_step: bo
 
 def test_what_was_found_and_is_gone_is_said(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with castwise.Amp("fp32", device="cpu") as amp:
+    with castwise.Amp("fp32", device=DEVICE) as amp:
         amp.prepare(model)
         checkpoint.save(tmp_path, 1, model=model, amp=amp)
         found = checkpoint.newest(tmp_path)
@@ -90,7 +91,7 @@ def _waits(folder: Path, begun: Any, ended: Any) -> None:
 
     torch.set_num_threads(1)
     model = nn.Linear(4, 4)
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     amp.prepare(model)
     checkpoint.save(folder, 1, model=model, amp=amp)
     write = storage.Stage.write

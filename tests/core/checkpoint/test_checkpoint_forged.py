@@ -26,6 +26,7 @@ from castwise.core.checkpoint import storage
 from castwise.core.checkpoint.folder import measure
 from castwise.errors import CheckpointError
 from tests.core.checkpoint.test_checkpoint import Run, names, same
+from tests.here import DEVICE
 from tests.processes import forks
 from tests.soak import each_value, every, examples
 
@@ -591,7 +592,7 @@ def saver(pipe: Connection, folder: Path, value: float, saves: int) -> None:
     warnings.simplefilter("ignore")
     model = nn.Linear(64, 64)
     nn.init.constant_(model.weight, value)
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     amp.prepare(model)
     pipe.recv()
     try:
@@ -654,7 +655,7 @@ def test_of_two_processes_that_save_at_once_one_is_told_and_nothing_mixes(
     assert "name another folder" in said[1 - winner]
     assert names(tmp_path) == ["step-00000017", "step-00000018", "step-00000019"]
     model = nn.Linear(64, 64)
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     amp.prepare(model)
     for path in sorted(tmp_path.glob("step-*")):
         checkpoint.load(path, model=model, amp=amp)

@@ -15,6 +15,7 @@ from castwise.core import checkpoint
 from castwise.errors import CheckpointError
 from tests.core.checkpoint.test_checkpoint import Run, same
 from tests.core.checkpoint.test_checkpoint_forged import everything, forge, refused, values_of, with_values
+from tests.here import DEVICE
 
 
 class Two(nn.Module):
@@ -232,7 +233,7 @@ def test_single_numbers_of_state_keep_their_format_where_parameters_are_stored_l
 
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.NAdam(model.parameters(), 1e-2)
-    amp = castwise.Amp("bf16-true", device="cpu")
+    amp = castwise.Amp("bf16-true", device=DEVICE)
     amp.prepare(model, optimizer)
     for _ in range(5):
         amp.backward(model(torch.ones(3, 4)).square().mean())

@@ -35,7 +35,7 @@ pytestmark = [
     # Dynamo itself looks at .grad of the input of a resumed frame.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-CPU = torch.device(DEVICE)
+HERE = torch.device(DEVICE)
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 TINY = str(Path(__file__).parents[2] / "commands" / "jobs" / "tiny_workloads.py") + ":mlp"
 
@@ -255,7 +255,7 @@ def workload() -> Workload:
 
 def test_runs_obey_the_plan_and_count_what_compiling_took() -> None:
     plan = Plan.parse("bf16-mixed+compile=default")
-    run, eager = TrainingRun(workload(), plan, CPU), TrainingRun(workload(), Plan.preset("bf16-mixed"), CPU)
+    run, eager = TrainingRun(workload(), plan, HERE), TrainingRun(workload(), Plan.preset("bf16-mixed"), HERE)
     for each in (run, eager):
         each.block(3)
     assert run.losses == pytest.approx(eager.losses, rel=2**-7)
@@ -263,7 +263,7 @@ def test_runs_obey_the_plan_and_count_what_compiling_took() -> None:
     assert run.compilations >= 1
     taken = run.compilations, run.compile_s
     assert taken[1] > 0.0
-    called = InferenceRun(workload(), plan, CPU)
+    called = InferenceRun(workload(), plan, HERE)
     called.block(2)
     assert called.compilations >= 1
     with run.evaluating() as model:
@@ -296,7 +296,7 @@ def test_compiling_makes_no_candidate_look_hopeless(monkeypatch: pytest.MonkeyPa
             self.compiled = compiled
 
     laps = timing.race(
-        [("fp32", Compiles(0)), ("one", Compiles(1)), ("two", Compiles(2))], rounds=3, steps=1, device=CPU
+        [("fp32", Compiles(0)), ("one", Compiles(1)), ("two", Compiles(2))], rounds=3, steps=1, device=HERE
     )
     assert [lap.slowdown for lap in laps.values()] == [None] * 3
     assert laps["two"].times_s == [1.0] * 3

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.here import DEVICE
+
 
 def coarse(tensor: Tensor, bits: int) -> Tensor:
     """Rounded to nearest, to so many bits of mantissa after the leading one."""
@@ -80,7 +82,7 @@ class Stack(nn.Module):
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(DEVICE).manual_seed(1)
     return torch.randn(16, 8, generator=draw), torch.randint(4, (16,), generator=draw)
 
 

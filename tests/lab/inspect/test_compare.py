@@ -22,6 +22,7 @@ from castwise.lab.inspect.compare import compare
 from castwise.lab.inspect.comparison import CallComparison, Comparison
 from castwise.lab.inspect.kernels import ExactKernels
 from castwise.lab.passes.observers import observed
+from tests.here import DEVICE
 from tests.lab.inspect.faults import Layer, Stack, batch, coarse, loss
 from tests.soak import SOAKING, some
 
@@ -71,7 +72,7 @@ def test_a_fault_in_few_elements_is_found_too() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
-            if not torch.is_autocast_enabled("cpu"):
+            if not torch.is_autocast_enabled(DEVICE):
                 return out
             return torch.cat([coarse(out[:, :1], 2), out[:, 1:]], 1)
 
@@ -134,7 +135,7 @@ def normed(middle: nn.Module) -> nn.Sequential:
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(DEVICE).manual_seed(1)
     return torch.randn(512, 16, generator=draw), torch.randint(4, (512,), generator=draw)
 
 
@@ -176,7 +177,7 @@ def test_a_norm_that_loses_because_a_rule_of_the_plan_lowers_it_is_named(plan: P
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_exact_kernels_round_once(dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(DEVICE).manual_seed(0)
     x, came_in = (torch.randn(4096, 64, generator=draw).to(dtype) for _ in range(2))
     layer, exact = nn.LayerNorm(64).to(dtype), nn.LayerNorm(64).double()
     exact(x.double()).backward(came_in.double())
@@ -205,7 +206,7 @@ def test_own_errors_are_those_of_the_module_by_itself() -> None:
     x = model.take(batch()[0]).detach()
     given = model.layers[0].norm(x).bfloat16()  # in the format that it has under the plan
     layer = model.layers[0].first
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         low = layer(given)
     wide = layer(given.float())
     expected = float(((low.double() - wide.double()).norm() / wide.double().norm()).detach())

@@ -23,6 +23,7 @@ from castwise.lab.inspect.forecast import forecast
 from castwise.lab.inspect.plan_casts import PlanCasts
 from castwise.lab.parity.casts import Values, cast_of
 from castwise.lab.passes.observers import observed
+from tests.here import DEVICE
 from tests.soak import every
 
 Batch = tuple[Tensor, Tensor]
@@ -44,7 +45,7 @@ def squared(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batches(width: int = 8, out: int = 4, count: int = 4) -> list[Batch]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     return [
         (torch.randn(16, width, generator=generator), torch.randn(16, out, generator=generator))
         for _ in range(count)
@@ -601,7 +602,7 @@ def test_a_model_that_autocasts_itself_is_said_to() -> None:
             self.inner = nn.Linear(8, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 return self.inner(x).float()
 
     (note,) = forecast(Casts(), squared, batches(), ("fp16",), microbatches=1).notes

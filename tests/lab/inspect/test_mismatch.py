@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from castwise.errors import PlanError, WorkloadError
 from castwise.lab.inspect.mismatch import mismatch
 from castwise.lab.inspect.ratios import ServeMismatch, effective_share
+from tests.here import DEVICE
 
 VOCABULARY = 11
 
@@ -34,12 +35,12 @@ class Language(nn.Module):
 
 
 def tokens(rows: int = 4, length: int = 9, seed: int = 0) -> Tensor:
-    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator(DEVICE).manual_seed(seed))
 
 
 def oracle(model: nn.Module, ids: Tensor, plan: str) -> Tensor:
     """Log-probabilities of all tokens at all positions but the last, in fp64 from the logits."""
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=plan != "fp32"):
+    with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=plan != "fp32"):
         logits = model.eval()(ids)
     return torch.log_softmax(logits.double(), -1)[:, :-1]
 

@@ -18,6 +18,7 @@ from castwise import Amp, CastwiseError, Plan, first_nonfinite
 from castwise.errors import PlanError, WorkloadError
 from castwise.lab.inspect.causes import ADVICE
 from castwise.report.show import page
+from tests.here import DEVICE
 from tests.lab.inspect.makers import corpus
 from tests.report.pages import read
 from tests.soak import each_value, some
@@ -62,7 +63,7 @@ def test_the_cure_makes_a_step_of_a_training_finite() -> None:
     model = _net(lambda x: 1e-6 * (x.abs() + 12.0).exp())
     found = first_nonfinite(model, _loss, corpus.noise(), "fp16-mixed")
     assert found.cure == Plan.parse("fp16-mixed+ops.exp=fp32")
-    with Amp(found.cure, device="cpu") as amp:
+    with Amp(found.cure, device=DEVICE) as amp:
         amp.prepare(model)
         loss = _loss(model, corpus.noise())
         amp.backward(loss)
@@ -197,7 +198,7 @@ def _photograph(model: nn.Module) -> list[Any]:
         [id(p) for p in model.parameters()],
         random.getstate(),
         torch.is_grad_enabled(),
-        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled(DEVICE),
         nn.Module.__call__,
     ]
 

@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from castwise.errors import WorkloadError
 from castwise.lab.parity.batches import endless, same_batch
+from tests.here import DEVICE
 
 
 def _first(batches: Any, count: int, seed: int = 0) -> list[Any]:
@@ -162,14 +163,14 @@ def _order(loader: Any, look: Any = None) -> list[float]:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda data: DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        lambda data: DataLoader(data, 4, shuffle=True, generator=torch.Generator(DEVICE).manual_seed(3)),
         lambda data: DataLoader(
-            data, 4, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(3))
+            data, 4, sampler=RandomSampler(data, generator=torch.Generator(DEVICE).manual_seed(3))
         ),
         lambda data: DataLoader(
             data,
             batch_sampler=BatchSampler(
-                WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator().manual_seed(3)),
+                WeightedRandomSampler([1.0] * 12, 12, generator=torch.Generator(DEVICE).manual_seed(3)),
                 4,
                 drop_last=True,
             ),

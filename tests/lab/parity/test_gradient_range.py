@@ -15,6 +15,7 @@ from castwise.lab.parity.parity import ParityTest, with_measured_scale
 from castwise.lab.parity.probes import Prober
 from castwise.lab.passes.observers import observed
 from castwise.lab.watch import Monitor
+from tests.here import DEVICE
 
 FP16 = Plan.preset("fp16-mixed")
 
@@ -77,7 +78,7 @@ def test_magnitudes_beyond_the_bins_are_in_the_outermost_ones() -> None:
 
 @pytest.mark.parametrize("factor", [2.0**-12, 1.0, 2.0**9])
 def test_the_scales_moves_against_the_gradients(factor: float) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     gradient = torch.randn(1000, generator=generator)
     one, other = _seen(gradient).scales(), _seen(gradient * factor).scales()
     assert one is not None
@@ -179,7 +180,7 @@ def test_training_from_the_measured_scale_skips_no_step(factor: float) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return factor * functional.cross_entropy(model(batch[0]), batch[1])
 
-    test = ParityTest(Prober(model, loss, iter(batches), torch.device("cpu")))
+    test = ParityTest(Prober(model, loss, iter(batches), torch.device(DEVICE)))
     test.reference(4, observed=2)
 
     def skipped(plan: Plan) -> int:
@@ -232,10 +233,10 @@ def test_outputs_that_nothing_uses_have_no_gradient() -> None:
         loss(net, (torch.ones(2, 4),)).backward()
     assert set(gradients.largest) == {"0", "1", ""}
     batches = [(torch.randn(8, 4),) for _ in range(32)]
-    assert parity(model(), loss, batches, "fp16-mixed", device="cpu").verdict != "fail"
-    compare(model(), loss, batches[0], "fp32", "fp16-mixed", device="cpu")
-    first_nonfinite(model(), loss, batches[0], "fp16-mixed", device="cpu")
-    amp, net = Amp("fp16-mixed", device="cpu"), model()
+    assert parity(model(), loss, batches, "fp16-mixed", device=DEVICE).verdict != "fail"
+    compare(model(), loss, batches[0], "fp32", "fp16-mixed", device=DEVICE)
+    first_nonfinite(model(), loss, batches[0], "fp16-mixed", device=DEVICE)
+    amp, net = Amp("fp16-mixed", device=DEVICE), model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     amp.prepare(net, optimizer)
     monitor = Monitor(amp, every=1)

@@ -12,11 +12,12 @@ from torch.nn import functional
 
 import castwise
 from castwise.errors import WorkloadError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(16, 8, generator=generator), torch.randint(4, (16,), generator=generator)
 

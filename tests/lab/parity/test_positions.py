@@ -14,12 +14,13 @@ import castwise
 from castwise.lab.parity.positions import Positions
 from castwise.lab.parity.probes import Prober
 from castwise.lab.workloads.workload import find_workload
+from tests.here import DEVICE
 
 Batch = tuple[Tensor, Tensor]
 
 
 def batches(seed: int = 0, size: int = 4) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         tokens = torch.randint(20, (size, 17), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -63,7 +64,7 @@ class Sequences(nn.Module):
 
 
 def seen(model: nn.Module, size: int = 4) -> Positions:
-    prober = Prober(model, loss, batches(size=size), torch.device("cpu"))
+    prober = Prober(model, loss, batches(size=size), torch.device(DEVICE))
     prober.extend(1)
     return prober.positions
 
@@ -98,7 +99,7 @@ def test_positions_that_are_given_count() -> None:
     def given() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield *next(batches()), torch.arange(16).expand(4, 16)
 
-    prober = Prober(Sequences("none", 0), loss, given(), torch.device("cpu"))
+    prober = Prober(Sequences("none", 0), loss, given(), torch.device(DEVICE))
     prober.extend(1)
     assert prober.positions.length == 16
 
@@ -108,7 +109,7 @@ def test_positions_that_are_given_count() -> None:
 )
 def test_built_in_workloads_have_no_later_positions(name: str) -> None:
     workload = find_workload(name)
-    prober = Prober(workload.model(), workload.loss, workload.batches(0), torch.device("cpu"))
+    prober = Prober(workload.model(), workload.loss, workload.batches(0), torch.device(DEVICE))
     prober.extend(1)
     assert prober.positions.note == ""
 

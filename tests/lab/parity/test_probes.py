@@ -15,12 +15,13 @@ from castwise import Plan
 from castwise.errors import NonFiniteError, WorkloadError
 from castwise.lab.parity.probes import Prober, dithered
 from castwise.lab.passes.observers import Call, Observer
+from tests.here import DEVICE
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 
 
 def batches(seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(16, 8, generator=generator), torch.randint(4, (16,), generator=generator)
 
@@ -35,7 +36,7 @@ def mlp() -> nn.Sequential:
 
 
 def prober(model: nn.Module, count: int = 4) -> Prober:
-    made = Prober(model, loss, batches(), CPU)
+    made = Prober(model, loss, batches(), HERE)
     made.extend(count)
     return made
 
@@ -47,7 +48,7 @@ def prober(model: nn.Module, count: int = 4) -> Prober:
 def test_dither_is_at_most_half_of_the_last_place_and_makes_rounding_unbiased(
     dtype: torch.dtype, eps: float
 ) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     weight = torch.randn(500, generator=generator)
     unit = 2.0 ** (torch.frexp(weight)[1] - 1) * eps
     mean = torch.zeros(500)
@@ -61,9 +62,9 @@ def test_dither_is_at_most_half_of_the_last_place_and_makes_rounding_unbiased(
 
 
 def test_zero_stays_zero() -> None:
-    assert (dithered(torch.zeros(10), 2.0**-7, torch.Generator().manual_seed(0)) == 0).all()
+    assert (dithered(torch.zeros(10), 2.0**-7, torch.Generator(DEVICE).manual_seed(0)) == 0).all()
     ends = torch.tensor([math.inf, -math.inf]).repeat(8)  # as masks have them
-    assert torch.equal(dithered(ends, 2.0**-7, torch.Generator().manual_seed(0)), ends)
+    assert torch.equal(dithered(ends, 2.0**-7, torch.Generator(DEVICE).manual_seed(0)), ends)
 
 
 def test_complex_weights_are_dithered_and_sampled_in_both_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,10 +78,10 @@ def test_complex_weights_are_dithered_and_sampled_in_both_parts(monkeypatch: pyt
 
     monkeypatch.setattr("castwise.lab.parity.probes.MOST_ELEMENTS", 50)
     torch.manual_seed(0)
-    found = Prober(Phase(), lambda m, b: m(b[0]).square().sum(), batches(), CPU)
+    found = Prober(Phase(), lambda m, b: m(b[0]).square().sum(), batches(), HERE)
     found.extend(2)
     weights = found.model.w.detach()
-    moved = dithered(weights, 2.0**-7, torch.Generator().manual_seed(0))
+    moved = dithered(weights, 2.0**-7, torch.Generator(DEVICE).manual_seed(0))
     assert bool((moved.real != weights.real).all())
     assert bool((moved.imag != weights.imag).all())
     assert [len(micro.gradients[0]) for micro in found.micros] == [50, 50]
@@ -107,7 +108,7 @@ def test_a_scale_that_overflows_is_lowered() -> None:
     def steep(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return 3000.0 * loss(model, batch)
 
-    found = Prober(mlp(), steep, batches(), CPU)
+    found = Prober(mlp(), steep, batches(), HERE)
     found.extend(2)
     probe = found.probe(Plan.preset("fp16-mixed"), range(2))
     assert probe.finite
@@ -151,7 +152,7 @@ def test_an_observer_sees_a_plans_pass_with_the_draws_of_the_reference() -> None
 
 
 def test_batches_that_run_out() -> None:
-    few = Prober(mlp(), loss, iter([next(batches())] * 3), CPU, call="tune('mine')")
+    few = Prober(mlp(), loss, iter([next(batches())] * 3), HERE, call="tune('mine')")
     with pytest.raises(WorkloadError, match=r"tune\('mine'\): batches ended after 3; the test needs"):
         few.extend(8)
 
@@ -168,14 +169,14 @@ def test_batches_that_run_out() -> None:
     ],
 )
 def test_losses_that_cannot_be_used(broken: object, text: str) -> None:
-    made = Prober(mlp(), broken, batches(), CPU)  # type: ignore[arg-type]
+    made = Prober(mlp(), broken, batches(), HERE)  # type: ignore[arg-type]
     with pytest.raises(WorkloadError, match=rf"^parity: loss\(model, batch\) returned {text}"):
         made.extend(1)
 
 
 def test_a_loss_of_another_model() -> None:
     other = mlp()
-    made = Prober(mlp(), lambda _model, b: loss(other, b), batches(), CPU)
+    made = Prober(mlp(), lambda _model, b: loss(other, b), batches(), HERE)
     with pytest.raises(
         WorkloadError, match="no parameter of the model has a gradient; the loss must call the model"
     ):
@@ -187,7 +188,7 @@ def test_what_fails_in_fp32_already() -> None:
         x, y = next(batches())
         yield x.index_fill(0, torch.tensor([2]), float("nan")), y
 
-    made = Prober(mlp(), loss, poisoned(), CPU)
+    made = Prober(mlp(), loss, poisoned(), HERE)
     with pytest.raises(
         NonFiniteError, match=r"batch 0 is not finite in fp32 already.*batch\[0\] \(8 of 128 values\)"
     ):

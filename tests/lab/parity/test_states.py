@@ -14,13 +14,14 @@ import castwise
 from castwise import Plan
 from castwise.lab.parity.probes import Prober
 from castwise.lab.parity.states import StateTest
+from tests.here import DEVICE
 from tests.soak import each_value, every
 
 Batch = tuple[Tensor, Tensor]
 
 
 def batches(seed: int = 0) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(16, 8, generator=generator), torch.randint(4, (16,), generator=generator)
 
@@ -151,7 +152,7 @@ def model(place: nn.Module) -> nn.Sequential:
 
 
 def stopped(place: nn.Module, plan: str) -> dict[str, str]:
-    prober = Prober(model(place), loss, batches(), torch.device("cpu"))
+    prober = Prober(model(place), loss, batches(), torch.device(DEVICE))
     prober.extend(8)
     return StateTest(prober, adam).stopped(Plan.parse(plan))
 
@@ -212,7 +213,7 @@ def test_state_that_follows_is_left_alone(place: Callable[[], nn.Module], plan: 
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-master", "fp16-mixed"])
 def test_batchnorm_alone_costs_no_pass(plan: str) -> None:
-    prober = Prober(model(nn.GELU()), loss, batches(), torch.device("cpu"))
+    prober = Prober(model(nn.GELU()), loss, batches(), torch.device(DEVICE))
     prober.extend(4)
     assert set(prober.moving) == {"2.running_mean", "2.running_var", "2.num_batches_tracked"}
     assert StateTest(prober, adam).stopped(Plan.parse(plan)) == {}
@@ -222,7 +223,7 @@ def test_batchnorm_alone_costs_no_pass(plan: str) -> None:
 def test_batchnorm_whose_statistics_a_region_stores_low_is_looked_at() -> None:
     made = model(nn.GELU())
     made[2].momentum = 1e-4
-    prober = Prober(made, loss, batches(), torch.device("cpu"))
+    prober = Prober(made, loss, batches(), torch.device(DEVICE))
     prober.extend(4)
     assert "2.running_var" in StateTest(prober, adam).stopped(Plan.parse("bf16-true+regions.2=params:bf16"))
 
@@ -261,7 +262,7 @@ def test_state_that_changes_its_format_or_shape_or_is_complex_stops_nobody() -> 
 
 
 def test_an_optimizer_whose_step_takes_a_closure_leaves_the_weights_where_they_are() -> None:
-    prober = Prober(model(Counter(300.0, low=True)), loss, batches(), torch.device("cpu"))
+    prober = Prober(model(Counter(300.0, low=True)), loss, batches(), torch.device(DEVICE))
     prober.extend(8)
     assert "1.steps" in StateTest(prober, torch.optim.LBFGS).stopped(Plan.parse("bf16-mixed"))
 

@@ -20,15 +20,16 @@ from castwise.lab.parity.damage import Grams, estimate
 from castwise.lab.parity.parity import ParityTest
 from castwise.lab.parity.probes import Prober
 from castwise.lab.workloads.workload import find_workload
+from tests.here import DEVICE
 from tests.soak import each_value, every
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 Batch = tuple[Tensor, Tensor]
 PLANS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "fp16-true"]
 
 
 def _batches(seed: int = 0) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(16, 8, generator=generator), torch.randint(4, (16,), generator=generator)
 
@@ -73,7 +74,7 @@ def _snapshot(model: nn.Module) -> dict[str, Any]:
         "process": (
             torch.get_default_dtype(),
             torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled(DEVICE),
             torch.get_float32_matmul_precision(),
             torch.backends.fp32_precision,
             torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
@@ -166,7 +167,7 @@ def test_buffers_start_every_pass_as_they_were() -> None:
 
     model(torch.randn(16, 8) + 3.0)
     want = (model[1].running_mean.tolist(), 1)  # type: ignore[union-attr]
-    prober = Prober(model, loss, _batches(), CPU)
+    prober = Prober(model, loss, _batches(), HERE)
     prober.extend(3)
     prober.probe(Plan.preset("bf16-mixed"), range(3))
     prober.floor(range(2))
@@ -182,7 +183,7 @@ def test_a_plan_sees_the_weights_data_and_draws_of_its_reference() -> None:
         seen.append((model[0].weight.tolist(), batch[0].tolist(), noise.tolist()))  # type: ignore[index,union-attr]
         return _loss(model, batch) + 0.0 * noise.sum()
 
-    prober = Prober(_model(), loss, _batches(), CPU)
+    prober = Prober(_model(), loss, _batches(), HERE)
     prober.extend(3)
     prober.probe(Plan.preset("bf16-mixed"), [2, 0])
     assert seen[3] == seen[2]
@@ -206,7 +207,7 @@ def test_weights_move_by_half_of_the_last_place_and_zeros_stay(dither: str, eps:
         moved.append(model.weight.detach().clone())  # type: ignore[union-attr,operator]
         return model(batch).square().mean()
 
-    prober = Prober(model, loss, iter([torch.randn(4, 64)] * 64), CPU, dither=dither)
+    prober = Prober(model, loss, iter([torch.randn(4, 64)] * 64), HERE, dither=dither)
     prober.extend(64)
     place = eps * 2.0 ** torch.floor(torch.log2(weight.abs().double()))
     off = torch.stack(moved).double() - weight.double()
@@ -224,7 +225,7 @@ def test_rounded_weights_are_no_bias_where_dithered_and_are_where_not() -> None:
     truth = model.weight.detach().clone()
 
     def batches() -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(DEVICE).manual_seed(0)
         while True:
             x = torch.randn(256, 32, generator=generator).bfloat16().float()  # the data rounds to itself
             yield x, x @ truth.t() + torch.randn(256, 8, generator=generator)
@@ -233,7 +234,7 @@ def test_rounded_weights_are_no_bias_where_dithered_and_are_where_not() -> None:
         return functional.mse_loss(model(batch[0]).float(), batch[1])
 
     def persistent(dither: str) -> float:
-        prober = Prober(model, loss, batches(), CPU, dither=dither)
+        prober = Prober(model, loss, batches(), HERE, dither=dither)
         prober.extend(16)
         errors = prober.probe(Plan.preset("bf16-mixed"), range(16)).errors
         d = torch.stack([torch.cat(e) for e in errors]).double()
@@ -260,7 +261,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("plan", PLANS[1:])
 def test_a_tied_parameter_counts_once_with_the_sum_of_both_uses(plan: str) -> None:
-    tokens = torch.randint(12, (32,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(12, (32,), generator=torch.Generator(DEVICE).manual_seed(0))
     weights: list[Tied] = []
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -269,7 +270,7 @@ def test_a_tied_parameter_counts_once_with_the_sum_of_both_uses(plan: str) -> No
         return functional.cross_entropy(model(batch[0]), batch[1])
 
     torch.manual_seed(0)
-    prober = Prober(Tied(), loss, iter([(tokens, (tokens + 1) % 12)] * 4), CPU)
+    prober = Prober(Tied(), loss, iter([(tokens, (tokens + 1) % 12)] * 4), HERE)
     prober.extend(4)
     assert prober.names == ["embed.weight", "mix.weight", "mix.bias"]
     for model, micro in zip(weights, prober.micros, strict=True):
@@ -286,7 +287,7 @@ def test_a_tied_parameter_counts_once_with_the_sum_of_both_uses(plan: str) -> No
 def test_a_parameter_that_takes_no_part_has_a_gradient_of_zero() -> None:
     model = _model()
     model.register_parameter("idle", nn.Parameter(torch.ones(3)))
-    prober = Prober(model, _loss, _batches(), CPU)
+    prober = Prober(model, _loss, _batches(), HERE)
     prober.extend(4)
     at = prober.names.index("idle")
     assert all(torch.equal(micro.gradients[at], torch.zeros(3)) for micro in prober.micros)
@@ -296,7 +297,7 @@ def test_a_parameter_that_takes_no_part_has_a_gradient_of_zero() -> None:
 @pytest.mark.parametrize("plan", ["bf16-master", "fp16-master"])
 def test_masters_have_fp32_gradients(plan: str) -> None:
     kinds: set[tuple[torch.dtype, torch.dtype]] = set()
-    prober = Prober(_model(), _loss, _batches(), CPU)
+    prober = Prober(_model(), _loss, _batches(), HERE)
 
     def spy(
         model: nn.Module, scale: float, plain: Callable[..., list[Tensor]] = prober._gradients
@@ -316,7 +317,7 @@ def test_samples_of_large_parameters_are_unbiased(monkeypatch: pytest.MonkeyPatc
     def trace(seed: int) -> np.ndarray[Any, Any]:
         torch.manual_seed(0)
         prober = Prober(
-            nn.Linear(64, 64, bias=False), lambda m, b: m(b).square().mean(), iter(data), CPU, seed=seed
+            nn.Linear(64, 64, bias=False), lambda m, b: m(b).square().mean(), iter(data), HERE, seed=seed
         )
         prober.extend(4)
         grams = prober.grams(prober.probe(Plan.preset("bf16-mixed"), range(4)))["weight"]
@@ -347,7 +348,7 @@ def test_samples_of_large_parameters_are_unbiased(monkeypatch: pytest.MonkeyPatc
 def test_every_built_in_workload_has_a_floor_above_nothing_and_far_below_the_line(name: str) -> None:
     workload = find_workload(name)
     torch.manual_seed(0)
-    prober = Prober(workload.model(), workload.loss, iter(workload.batches(0)), CPU)
+    prober = Prober(workload.model(), workload.loss, iter(workload.batches(0)), HERE)
     test = ParityTest(prober)
     test.reference(4)
     assert 0.0 < test.floor < 1e-4
@@ -369,6 +370,6 @@ def test_gradients_that_are_rounding_alone_are_recognised() -> None:
 
     torch.manual_seed(0)
     data = [(torch.randn(8, 4, 10), torch.randint(8, (8,))) for _ in range(4)]
-    test = ParityTest(Prober(Attention(), _loss, iter(data), CPU), 1, True)
+    test = ParityTest(Prober(Attention(), _loss, iter(data), HERE), 1, True)
     test.reference(4)
     assert test.dead == {"conv.bias", "key.bias"}

@@ -25,8 +25,9 @@ from castwise.lab.parity.updates import (
 )
 from castwise.lab.timing.runners import TrainingRun
 from tests.core.masters.test_dropped_updates import Signs
+from tests.here import DEVICE
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 TRUE = Plan.preset("bf16-true")
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -53,7 +54,7 @@ def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _found(plan: Plan, weights: Tensor, push: Tensor, make: Make = _sgd) -> UpdateLoss:
-    return update_loss(Training(Weights(weights), _push, _batches(push), make, CPU), plan)
+    return update_loss(Training(Weights(weights), _push, _batches(push), make, HERE), plan)
 
 
 def mlp(scale: float = 1.0) -> nn.Module:
@@ -66,8 +67,8 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def data(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    truth = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
-    generator = torch.Generator().manual_seed(seed)
+    truth = torch.randn(16, 4, generator=torch.Generator(DEVICE).manual_seed(7))
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         x = torch.randn(64, 16, generator=generator)
         yield x, (x @ truth).argmax(1)
@@ -75,7 +76,7 @@ def data(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def job(make: Make, plan: Plan | str) -> UpdateLoss:
     chosen = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    return update_loss(Training(mlp(), loss, data(0), make, CPU), chosen)
+    return update_loss(Training(mlp(), loss, data(0), make, HERE), chosen)
 
 
 @pytest.mark.parametrize(("plan", "last_place"), [("bf16-true", 2.0**-7), ("fp16-true", 2.0**-10)])
@@ -139,7 +140,7 @@ def test_the_same_optimizer_with_an_eps_that_fp16_holds_is_not_broken() -> None:
     def square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return 1e3 * loss(model, batch)  # second moments that fp16 holds
 
-    training = Training(mlp(), square, data(0), lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3), CPU)
+    training = Training(mlp(), square, data(0), lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3), HERE)
     assert not update_loss(training, Plan.parse("fp16-true")).broken
 
 
@@ -227,13 +228,13 @@ def test_what_does_not_move_loses_nothing() -> None:
 def test_frozen_parameters_do_not_count() -> None:
     model = Weights(torch.full((2,), 1.5))
     model.frozen = nn.Parameter(torch.ones(1000), requires_grad=False)
-    training = Training(model, _push, _batches(torch.full((2,), 1e-6)), _sgd, CPU)
+    training = Training(model, _push, _batches(torch.full((2,), 1e-6)), _sgd, HERE)
     assert update_loss(training, TRUE).lost == 1.0
 
 
 def test_the_model_is_not_trained() -> None:
     model = Weights(torch.ones(3))
-    update_loss(Training(model, _push, _batches(torch.ones(3)), _sgd, CPU), TRUE)
+    update_loss(Training(model, _push, _batches(torch.ones(3)), _sgd, HERE), TRUE)
     assert torch.equal(model.w, torch.ones(3))
     assert model.w.grad is None
 
@@ -251,7 +252,7 @@ def test_parameters_outside_the_model_are_restored(plan: str) -> None:
     assert castwise.parity(mlp(), scaled, data, plan, optimizer=make)
     assert (scale.item(), scale.grad) == (1.0, None)
     job = castwise.Workload("scaled", mlp, make, data, scaled)
-    with contextlib.closing(TrainingRun(job, Plan.parse(plan), CPU)) as run:
+    with contextlib.closing(TrainingRun(job, Plan.parse(plan), HERE)) as run:
         run.block(3)
         assert scale.item() != 1.0
     assert (scale.item(), scale.grad) == (1.0, None)
@@ -260,14 +261,14 @@ def test_parameters_outside_the_model_are_restored(plan: str) -> None:
 def test_only_fp32_parameters_are_stored_low() -> None:
     small = 1e-3 * torch.ones(4)
     exact = Weights(torch.ones(4, dtype=torch.complex64))
-    training = Training(exact, lambda m, b: (m.w * b).sum().imag, _batches(small), _sgd, CPU)
+    training = Training(exact, lambda m, b: (m.w * b).sum().imag, _batches(small), _sgd, HERE)
     assert update_loss(training, TRUE).lost == pytest.approx(0.0, abs=1e-6)
     assert _found(TRUE, torch.ones(4).double(), small).lost == pytest.approx(0.0, abs=1e-6)
     assert _found(TRUE, torch.ones(4), small).lost == 1.0
 
 
 def test_stages_come_later_and_later_and_say_how_long_the_next_one_takes() -> None:
-    test = UpdateTest(Training(mlp(), loss, data(0), lambda p: torch.optim.Adam(p, lr=1e-2), CPU), TRUE)
+    test = UpdateTest(Training(mlp(), loss, data(0), lambda p: torch.optim.Adam(p, lr=1e-2), HERE), TRUE)
     steps = []
     while test.next_s is not None:
         assert not steps or test.next_s > 0.0
@@ -333,7 +334,7 @@ def test_a_training_that_diverges_in_fp32_says_nothing_of_the_plan() -> None:
 
 
 def test_one_update_is_that_of_the_step_after_the_warm_ones() -> None:
-    training = Training(Weights(torch.ones(3)), _push, iter([torch.ones(3)] * 5), _sgd, CPU)
+    training = Training(Weights(torch.ones(3)), _push, iter([torch.ones(3)] * 5), _sgd, HERE)
     found = list(updates.one_update(training))
     assert [name for name, _, _ in found] == ["w"]
     assert torch.equal(found[0][1], torch.full((3,), 1.0 - updates.WARM_STEPS))

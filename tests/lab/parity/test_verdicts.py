@@ -14,13 +14,14 @@ from torch.nn import functional
 
 import castwise
 from castwise.errors import NonFiniteError, PlanError, WorkloadError
+from tests.here import DEVICE
 from tests.soak import every, pairs, some
 
 Batch = tuple[Tensor, Tensor]
 
 
 def _batches(seed: int = 0) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(16, 12, generator=generator), torch.randint(6, (16,), generator=generator)
 
@@ -153,7 +154,7 @@ def test_sound_models_pass_where_data_is_noise_alone() -> None:
     """Late in training with a batch of one: no signal is left, and rounding is far below the noise."""
 
     def single(seed: int) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
         while True:
             yield torch.randn(1, 12, generator=generator), torch.randint(6, (1,), generator=generator)
 
@@ -340,7 +341,7 @@ def test_a_callers_own_autocast_does_not_reach_the_reference() -> None:
         ).dtype is torch.float32  # the loss runs outside of the model, in the caller's mode
         return functional.cross_entropy(out, batch[1])
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         assert castwise.parity(Framed(nn.GELU()), loss, _batches, "bf16-mixed").verdict == "pass"
 
 

@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from castwise.lab.passes.emulation import EmulatedProducts
 from castwise.lab.passes.observers import observed
+from tests.here import DEVICE
 from tests.soak import each_value
 
 Inputs = tuple[Tensor, ...]
 
 
 def _inputs(*shapes: tuple[int, ...]) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     return tuple(torch.randn(shape, generator=generator).half().double() for shape in shapes)
 
 
@@ -53,7 +54,7 @@ def _run(
     """Result and gradients for one output gradient, which fp16 holds exactly."""
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     out = function(*leaves)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).half().to(dtype)
+    upstream = torch.randn(out.shape, generator=torch.Generator(DEVICE).manual_seed(3)).half().to(dtype)
     upstream = upstream if upstream_sign else upstream.abs()
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
@@ -156,7 +157,7 @@ def test_sums_inside_a_product_do_not_overflow() -> None:
 def test_autocast_to_fp16_gives_gradients_of_the_right_formats() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
     x = torch.randn(2, 3, 8, 8)
-    with observed(nn.Module(), EmulatedProducts()), torch.autocast("cpu", dtype=torch.float16):
+    with observed(nn.Module(), EmulatedProducts()), torch.autocast(DEVICE, dtype=torch.float16):
         out = model(x)
         assert out.dtype is torch.float16
         out.float().square().mean().backward()

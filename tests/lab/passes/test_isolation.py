@@ -15,6 +15,7 @@ from torch.nn import functional
 import castwise
 from castwise.errors import WorkloadError
 from castwise.lab.passes.isolation import seed_all, undisturbed
+from tests.here import DEVICE
 
 
 def _state() -> tuple[object, ...]:
@@ -92,10 +93,10 @@ def test_gradients_flow_inside_inference_mode() -> None:
 
 def test_ambient_autocast_is_off_inside_and_on_again_outside() -> None:
     """The reference is fp32, so a caller's own autocast region must not reach it."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         with undisturbed():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
-        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled(DEVICE)
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been() -> None:

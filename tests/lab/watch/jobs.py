@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import castwise
+from tests.here import DEVICE
 
 Batch = tuple[Tensor, Tensor]
 
@@ -25,7 +26,7 @@ def model(seed: int = 0, dropout: float = 0.1) -> nn.Sequential:
 
 
 def batches(count: int = 6, seed: int = 1) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     out = []
     for _ in range(count):
         inputs = torch.randn(16, 16, generator=generator)

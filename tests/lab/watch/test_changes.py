@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR, O
 
 import castwise
 from castwise.lab.watch import Monitor
+from tests.here import DEVICE
 
 AT = 300
 STEPS = 700
@@ -67,9 +68,9 @@ class Run:
         self.net = Net(self.dropout)
         self.made = self.optimizer(self.net.parameters())
         scheduler = None if self.schedule is None else self.schedule(self.made)
-        amp = castwise.Amp(self.plan, device="cpu", patience=10**6)
+        amp = castwise.Amp(self.plan, device=DEVICE, patience=10**6)
         amp.prepare(self.net, self.made)
-        generator = torch.Generator().manual_seed(self.seed + 1)
+        generator = torch.Generator(DEVICE).manual_seed(self.seed + 1)
         teacher = torch.randn(16, CLASSES, generator=generator)
         by_token = torch.randn(50, CLASSES, generator=generator)
         with Monitor(amp) as self.monitor:
@@ -214,7 +215,7 @@ def test_a_fit_without_noise_whose_gradients_vanish_is_sound() -> None:
     torch.manual_seed(0)
     net, x = nn.Linear(8, 2), torch.randn(64, 8)
     y = x @ torch.randn(8, 2)
-    amp, made = castwise.Amp("fp32", device="cpu"), torch.optim.SGD(net.parameters(), 0.2)
+    amp, made = castwise.Amp("fp32", device=DEVICE), torch.optim.SGD(net.parameters(), 0.2)
     amp.prepare(net, made)
     with Monitor(amp) as monitor:
         for _ in range(2000):

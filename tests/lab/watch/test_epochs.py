@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 import castwise
 from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch.recovery import Recovery
+from tests.here import DEVICE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Recovery. step:UserWarning"),
@@ -33,7 +34,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def epoch(number: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(number)
+    generator = torch.Generator(DEVICE).manual_seed(number)
     inputs = torch.randn(STEPS, 16, 8, generator=generator)
     return [(x, x[:, :1] + 0.1 * torch.randn(16, 1, generator=generator)) for x in inputs]
 
@@ -46,7 +47,7 @@ def train(
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     schedule = SCHEDULERS[scheduler](optimizer)
-    amp = castwise.Amp("bf16-master", device="cpu")
+    amp = castwise.Amp("bf16-master", device=DEVICE)
     amp.prepare(model, optimizer)
     average = castwise.AveragedModel(model)
     also = {"schedule": schedule, "average": average}
@@ -114,7 +115,7 @@ def test_an_epoch_that_is_left_at_the_step_that_diverged_ends_at_its_last_good_s
     seed_all(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     amp.prepare(model, optimizer)
     recovery = Recovery(amp, model, optimizer, loss, tmp_path, every=100)
     starts: list[Tensor] = []
@@ -139,7 +140,7 @@ def test_good_states_are_those_of_the_epoch(tmp_path: Path) -> None:
     seed_all(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     amp.prepare(model, optimizer)
     recovery = Recovery(amp, model, optimizer, loss, tmp_path, every=3)
     for number in range(3):

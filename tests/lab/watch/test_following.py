@@ -19,6 +19,7 @@ from castwise.lab.watch import Monitor
 from castwise.lab.watch.recorder import Recorder
 from castwise.lab.watch.recovery import Recovery
 from castwise.lab.watch.replay import replay
+from tests.here import DEVICE
 from tests.lab.watch.jobs import Batch, loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Recovery. step:UserWarning")
@@ -31,7 +32,7 @@ def net() -> nn.Module:
 
 
 def data(count: int = 20, bad: int = BAD) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     for number in range(count):
         x = torch.randn(16, 16, generator=generator)
         yield x, x[:, :4] * (float("nan") if number == bad else 1.0)
@@ -40,7 +41,7 @@ def data(count: int = 20, bad: int = BAD) -> Iterator[Batch]:
 def start(plan: str) -> tuple[castwise.Amp, nn.Module, torch.optim.Optimizer]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 

@@ -24,6 +24,7 @@ from castwise.errors import CheckpointError, PlanError, UnknownNameError, Worklo
 from castwise.lab.watch import Alarm, Line, Monitor
 from castwise.lab.watch.statistics import _Ear
 from castwise.report.monitor import answer
+from tests.here import DEVICE
 from tests.lab.watch.jobs import OPTIMIZERS, batches, generators, loss, model, same, train
 from tests.soak import every, pairs
 
@@ -753,7 +754,7 @@ def test_an_empty_report_says_so(tmp_path: Path) -> None:
 def test_it_goes_on_after_a_change_of_the_plan() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     amp.prepare(model, optimizer)
     with castwise.Monitor(amp, every=1) as monitor:
         for plan in ("fp32", "fp16-mixed"):

@@ -33,6 +33,7 @@ from castwise.errors import (
 from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch.losses import LEAST, PERSISTENT, LossLine
 from castwise.lab.watch.recovery import Recovery
+from tests.here import DEVICE
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -42,7 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning"),
 ]
 Batch = tuple[Tensor, Tensor]
-TEACHER = torch.Generator().manual_seed(99)
+TEACHER = torch.Generator(DEVICE).manual_seed(99)
 WEIGHT = torch.randn(8, 4, generator=TEACHER)
 
 
@@ -79,7 +80,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def data(count: int, spikes: tuple[int, ...] = (), value: float = 1e6, seed: int = 1) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     for number in range(count):
         x = torch.randn(32, 8, generator=generator)
         y = x @ WEIGHT + 0.1 * torch.randn(32, 4, generator=generator)
@@ -94,7 +95,7 @@ class Run:
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 120)
-        self.amp = castwise.Amp(plan, device="cpu")
+        self.amp = castwise.Amp(plan, device=DEVICE)
         self.amp.prepare(self.model, self.optimizer)
         self.recovery = Recovery(
             self.amp,
@@ -480,7 +481,7 @@ def test_several_epochs_and_a_shuffling_loader(tmp_path: Path) -> None:
     y[100] = float("nan")
     run = Run(tmp_path)
     loader = DataLoader(
-        TensorDataset(x, y), batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0)
+        TensorDataset(x, y), batch_size=32, shuffle=True, generator=torch.Generator(DEVICE).manual_seed(0)
     )
     seen: list[int] = []
     for _ in range(3):
@@ -574,7 +575,7 @@ def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Pa
     # pairs of steps on different batches mislead: with the default history of 100, fp32 diverges by itself
     # from two of five seeds, and which two depends on the CPU
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=1)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
 
     def losses(m: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -600,7 +601,7 @@ def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Pa
 
 def test_the_line_between_noise_and_divergence() -> None:
     line = LossLine()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     noise = (0.1 * torch.randn(300, generator=generator)).tolist()
     for step, one in enumerate(noise):
         assert not line.check(step, 2.0 * 0.99**step + 0.5 + one * 0.5)

@@ -30,6 +30,7 @@ from castwise.lab.passes.isolation import seed_all
 from castwise.lab.watch import step_files
 from castwise.lab.watch.recorder import Recorder
 from castwise.lab.watch.replay import Record, replay
+from tests.here import DEVICE
 from tests.processes import forks
 from tests.soak import some
 
@@ -59,7 +60,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def data(count: int, spike: int = -1, value: float = float("inf")) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(DEVICE).manual_seed(7)
     for number in range(count):
         x, y = torch.randn(16, 8, generator=generator), torch.randn(16, 4, generator=generator)
         if number == spike:
@@ -71,7 +72,7 @@ def start(plan: Any, model: nn.Module | None = None) -> tuple[castwise.Amp, nn.M
     seed_all(0)
     model = Net() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
 
@@ -460,7 +461,7 @@ def test_a_workload_needs_no_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = job.model()
     optimizer = job.optimizer(model.parameters())
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
     with Recorder(amp, model, tmp_path, workload="digits?width=4&batch=8") as recorder:
         recorder.write("asked for")
@@ -584,7 +585,7 @@ def test_the_second_of_two_optimizers_on_a_batch_is_recorded_and_a_note_says_tha
     model = Net()
     one = torch.optim.SGD(model.first.parameters(), lr=1e-2)
     two = torch.optim.SGD(model.last.parameters(), lr=1e-2)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, one, two)
     with Recorder(amp, model, tmp_path) as recorder:
         for number, (x, y) in enumerate(recorder.batches(data(4))):

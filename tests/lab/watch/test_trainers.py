@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from castwise.lab.watch import Monitor
+from tests.here import DEVICE
 from tests.lab.watch.jobs import same
 
 
@@ -33,7 +34,7 @@ def test_lightning(tmp_path: Path) -> None:
         net.log_dict_of_monitor = lambda values, step, seen=seen: seen.append(step)  # type: ignore[assignment,misc]
         callback = Watching()
         trainer = Trainer(
-            accelerator="cpu", max_epochs=1, plugins=[CastwisePrecision("fp16-mixed")], logger=False,
+            accelerator=DEVICE, max_epochs=1, plugins=[CastwisePrecision("fp16-mixed")], logger=False,
             callbacks=[callback] if watched else [], enable_progress_bar=False, enable_checkpointing=False,
             enable_model_summary=False, default_root_dir=tmp_path, accumulate_grad_batches=2,
         )  # fmt: skip
