@@ -19,8 +19,9 @@ demo: $(STAMP)
 # Bytecode is written even where the environment says not to: tests start processes that would compile all of it again.
 # `make test DEVICE=sim` runs what is about devices on a simulated accelerator (tests/device), and DEVICE=cuda on a GPU.
 DEVICE ?= cpu
-ON_DEVICES := $(addprefix tests/,device contract lifecycle lab/inspect lab/watch lab/parity lab/passes lab/search commands/jobs \
-	$(addprefix core/,casting scaler masters session checkpoint))
+ON_DEVICES := tests/device tests/contract tests/lifecycle tests/core/casting tests/core/scaler tests/core/masters \
+	tests/core/session tests/core/checkpoint tests/lab/inspect tests/lab/watch tests/lab/parity tests/lab/passes \
+	tests/lab/search tests/commands/jobs
 test: $(STAMP)
 	CASTWISE_TEST_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile \
 		--no-loadscope-reorder $(if $(filter-out cpu,$(DEVICE)),$(ON_DEVICES))
@@ -47,7 +48,7 @@ soak: $(STAMP)
 	$(BIN)/python bench/soak.py
 	CASTWISE_SOAK=1 CASTWISE_LIVES=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --timeout 3600
 
-# What only a GPU shows, in three parts of at most eight minutes. Nothing is installed: PYTHON_GPU is an interpreter (3.11 or
+# What only a GPU shows: the tests (an hour), and benchmarks in two parts of at most eight minutes. Nothing is installed: PYTHON_GPU is an interpreter (3.11 or
 # later) that has torch 2.11 or later for its GPU, beside it pytest for gpu-test and numpy for gpu-bench-tune.
 PYTHON_GPU ?= $(PYTHON)
 gpu-test gpu-bench-core gpu-bench-tune:

@@ -1,6 +1,7 @@
-"""What a GPU is needed for, in parts of at most eight minutes: ``python bench/gpu.py test``, ``core`` and ``tune``.
+"""What a GPU is needed for, in parts: ``python bench/gpu.py test``, ``core`` and ``tune``.
 
-Runs on the torch of the interpreter that it is started with. Each file of tests and each benchmark has a process of its own
+The tests are those marked ``gpu``, and after them all that ``make test DEVICE=sim`` runs, on the GPU.
+Runs on the torch of the interpreter that it is started with. Each folder of tests and each benchmark has a process of its own
 and a share of the time that is left, so that one that fails, hangs or breaks the device's context takes nothing from the
 others. What each found is in ``bench/results`` as soon as it is known; failures are listed at the end.
 """
@@ -32,6 +33,8 @@ LARGE = "gpt?layers=8&width=2048&context=512&batch=16"
 TUNED = {"cuda": ("sine", "gpt?layers=6&width=768", LARGE), "cpu": ("sine", "gpt", "digits")}
 ROUNDS_SHARE, SEARCH_SHARE = 0.5, 0.4
 """Of a benchmark's time, for rounds beside imports and memory, and for one search beside the races after it."""
+MINUTES = {"test": 60.0, "core": 8.0, "tune": 8.0}
+"""What a part may take."""
 OUTCOME = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
@@ -86,10 +89,23 @@ def jobs(part: str, device: str) -> list[Job]:
     files = sorted(marked, key=lambda path: "pytestmark = pytest.mark.gpu" in marked[path])
     # The project's own options are those of plugins; a warning that only a GPU brings is listed, not an error.
     options = ["-v", "-rfE", "--tb=short", "-o", "addopts=", "-o", "faulthandler_timeout=40", "-W", "default"]
-    return [
-        Job(str(path.relative_to(ROOT)), ["-m", "pytest", *options, "-m", "gpu", str(path.relative_to(ROOT))])
-        for path in files
+    marked_ones = [
+        Job(name, ["-m", "pytest", *options, "-m", "gpu", name])
+        for name in (str(path.relative_to(ROOT)) for path in files)
     ]
+    return marked_ones + [
+        Job(f"{folder}/", ["-m", "pytest", *options, "-m", "not gpu", folder]) for folder in on_devices()
+    ]
+
+
+def on_devices() -> list[str]:
+    """The folders of tests that concern devices, as the Makefile lists them."""
+    makefile = ROOT / "Makefile"
+    if not makefile.is_file():
+        return []
+    listed = makefile.read_text(encoding="utf-8").replace("\\\n", " ")
+    words = next(line for line in listed.splitlines() if line.startswith("ON_DEVICES :=")).partition("=")[2]
+    return words.split()
 
 
 def unfit(part: str, device: str) -> str | None:
@@ -115,9 +131,10 @@ def unfit(part: str, device: str) -> str | None:
     return None
 
 
-def surroundings() -> dict[str, str]:
+def surroundings(device: str) -> dict[str, str]:
     """Environment variables of each process."""
     return os.environ | {
+        "CASTWISE_TEST_DEVICE": device,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         # whatever else is installed there, these tests need none of it, nor its options
@@ -134,7 +151,7 @@ def environment(device: str) -> dict[str, Any] | None:
     )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, device], cwd=ROOT, env=surroundings(),
+            [sys.executable, "-c", code, device], cwd=ROOT, env=surroundings(device),
             text=True, stdout=subprocess.PIPE, check=True, timeout=60,
         )  # fmt: skip
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
@@ -142,14 +159,14 @@ def environment(device: str) -> dict[str, Any] | None:
     return json.loads(done.stdout) | {"command": " ".join(["gpu.py", *sys.argv[1:]])}
 
 
-def run(job: Job, limit_s: float) -> dict[str, Any]:
+def run(job: Job, limit_s: float, device: str) -> dict[str, Any]:
     """Run a job to its end or to its limit, showing what it prints; how it ended, as a row."""
     budget = [job.budget[0], f"{job.budget[1] * limit_s:.0f}"] if job.budget else []
     print(f"--- {job.name} (at most {limit_s:.0f} s)", flush=True)
     began = time.monotonic()
     outcomes: dict[str, list[str]] = {}
     process = subprocess.Popen(
-        [sys.executable, *job.command, *budget], cwd=ROOT, env=surroundings(), text=True, errors="replace",
+        [sys.executable, *job.command, *budget], cwd=ROOT, env=surroundings(device), text=True, errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
@@ -182,12 +199,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=list(NEEDS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--minutes", type=float, default=8.0, help="for the whole part")
+    parser.add_argument("--minutes", type=float, help="for the whole part")
     parser.add_argument(
         "--only", default="", help="names of its jobs, between commas, in the order to run them"
     )
     options = parser.parse_args()
-    end = time.monotonic() + 60.0 * options.minutes
+    end = time.monotonic() + 60.0 * (options.minutes or MINUTES[options.part])
     if reason := unfit(options.part, options.device):
         print(reason, file=sys.stderr)
         return 2
@@ -205,7 +222,7 @@ def main() -> int:
     for number, job in enumerate(chosen):
         left = end - time.monotonic()
         rows.append(
-            run(job, left / (len(chosen) - number))
+            run(job, left / (len(chosen) - number), options.device)
             if left > 0
             else {"job": job.name, "outcome": "no time left"}
         )

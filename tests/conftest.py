@@ -49,6 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"
     )
     other_device = pytest.mark.skip(reason=f"is about CPUs, and these tests run on {DEVICE}")
+    no_inductor = pytest.mark.skip(reason="Inductor cannot compile for the simulated device")
     no_sparse = pytest.mark.skip(reason="the simulated device has no sparse tensors")
     has_gpu, has_cpp = torch.cuda.is_available(), can_compile_cpp()
     for item in items:
@@ -60,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if item.get_closest_marker("inductor") and not has_cpp:
             item.add_marker(no_cpp)
+        if item.get_closest_marker("inductor") and DEVICE == "sim":
+            item.add_marker(no_inductor)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -60,7 +60,7 @@ class Recipe:
 
     def build(self) -> nn.Module:
         """The module, in training; lazy ones have seen their inputs."""
-        torch.default_generator.manual_seed(3)
+        torch.manual_seed(3)
         module = self.module()
         if any(isinstance(m, nn.modules.lazy.LazyModuleMixin) for m in module.modules()):
             with torch.no_grad():
@@ -69,7 +69,7 @@ class Recipe:
 
     def feed(self) -> tuple[Any, ...]:
         """The inputs, each a leaf of its own."""
-        torch.default_generator.manual_seed(4)
+        torch.manual_seed(4)
         return self.inputs()
 
 

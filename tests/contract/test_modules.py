@@ -117,7 +117,7 @@ def evaluate(
     """One forward in evaluation."""
     module.eval()
     inputs = [cast(value) for value in recipe.feed()]
-    torch.default_generator.manual_seed(5)
+    torch.manual_seed(5)
     with torch.no_grad():
         return tensors(run(*inputs))
 
@@ -138,7 +138,7 @@ def by_castwise(recipe: Recipe, plan: castwise.Plan, compiler: str | None = None
             torch._dynamo.reset()
             run = torch.compile(module, backend=compiler)
         inputs = recipe.feed()
-        torch.default_generator.manual_seed(5)
+        torch.manual_seed(5)
         outputs = tensors(run(*inputs))
         loss = loss_of(outputs)
         grads: dict[str, Tensor | None] = {}
@@ -201,7 +201,7 @@ def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> R
             return widened(tensors(low(*[cast(value) for value in values])))
 
     inputs = recipe.feed()
-    torch.default_generator.manual_seed(5)
+    torch.manual_seed(5)
     outputs = run(*inputs)
     loss = loss_of(outputs)
     grads: dict[str, Tensor | None] = {}
@@ -236,7 +236,7 @@ def in_fp64(recipe: Recipe) -> Run:
         return value
 
     inputs = [cast(value) for value in recipe.feed()]
-    torch.default_generator.manual_seed(5)
+    torch.manual_seed(5)
     outputs = tensors(module(*inputs))
     loss = loss_of(outputs)
     grads: dict[str, Tensor | None] = {}

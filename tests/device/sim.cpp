@@ -395,8 +395,15 @@ struct Aliases {
   }
 
   static Tensor like(const Tensor& tensor, Storage storage, c10::DispatchKey key) {
-    auto made = at::detail::make_tensor<c10::TensorImpl>(
-        std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
+    return shaped(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), tensor.dtype()), tensor);
+  }
+
+  // In inference mode a view of an ordinary tensor is an ordinary one, which its keys say.
+  static Tensor view(const Tensor& of, const Tensor& result) {
+    return shaped(at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, Storage(of.storage()), of.key_set(), result.dtype()), result);
+  }
+
+  static Tensor shaped(Tensor made, const Tensor& tensor) {
     made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
     made._set_conj(tensor.is_conj());
@@ -409,8 +416,8 @@ struct Aliases {
     if (!result.defined()) return result;
     for (auto& [ours, theirs] : tensors)
       if (theirs.is_same(result)) return ours;
-    for (auto& [ours, theirs] : storages)
-      if (theirs.unsafeGetStorageImpl() == result.storage().unsafeGetStorageImpl()) return like(result, ours, KEY);
+    for (auto& [ours, theirs] : tensors)
+      if (theirs.storage().unsafeGetStorageImpl() == result.storage().unsafeGetStorageImpl()) return view(ours, result);
     if (!result.device().is_cpu() || result.unsafeGetTensorImpl()->is_wrapped_number()) return result;
     auto made = empty(result.sizes(), result.strides(), result.scalar_type(), device.value_or(Device(SIM, current)));
     fill(made.storage(), result);
