@@ -147,9 +147,9 @@ def event(device: torch.device) -> torch.Event | None:
     """Record an event after the work that is queued on a device; return None if torch has no events for the device.
 
     Warns:
-        UserWarning: There are none. This is said once for each device type.
+        UserWarning: There are none. This is said once for each device.
     """
-    if not _has_events(device.type):
+    if not _has_events(device):
         return None
     made = torch.Event(device)
     made.record(
@@ -159,14 +159,14 @@ def event(device: torch.device) -> torch.Event | None:
 
 
 @functools.cache
-def _has_events(device_type: str) -> bool:
+def _has_events(device: torch.device) -> bool:
     try:
-        torch.Event(device_type).record()
+        torch.Event(device).record()
     except _FAILURES:
         raise
     except (RuntimeError, TypeError):
         warnings.warn(
-            f"torch has no events for {device_type} devices, so the host waits for the device wherever a step may be skipped.",
+            f"torch has no events for {device.type} devices, so the host waits for the device wherever a step may be skipped.",
             stacklevel=2,
         )
         return False
@@ -305,7 +305,7 @@ def features(device: torch.device) -> Features:
     said |= {"fused Adam": has_fused("_fused_adam_", kind), "fused SGD": has_fused("_fused_sgd_", kind)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        said |= {"events": _has_events(kind), "random generators": generator(device)[0] is not _nothing}
+        said |= {"events": _has_events(device), "random generators": generator(device)[0] is not _nothing}
     said |= {"pinned memory": pins_memory(kind), "memory statistics": memory_statistics(device)}
     has = tuple(name for name, found in said.items() if found)
     return Features(count(kind), has, tuple(name for name in said if name not in has))
