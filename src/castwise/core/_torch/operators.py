@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 OpOverload: TypeAlias = torch._ops.OpOverload
+READ: OpOverload = torch.ops.aten._local_scalar_dense.default
+"""The operator by which ``item()`` and conversions to a Python number read a tensor."""
 
 
 def overload_kind(overload: OpOverload) -> Literal["functional", "in_place", "out", "other"]:

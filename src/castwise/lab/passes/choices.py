@@ -48,7 +48,6 @@ LEAST = 2
 LARGEST = 1 << 24
 """Choices from more elements than this are not compared."""
 LOSS = "(loss)"
-_READ = torch.ops.aten._local_scalar_dense.default
 _WHOLE = ("floor", "ceil", "round", "trunc", "sign", "sgn", "heaviside", "fmod", "remainder", "floor_divide")
 """Operators that round to whole numbers, if their input or another argument lets them."""
 _NOT_CHOSEN = ("empty", "new_empty", "view", "_scaled_dot", "cudnn", "_cudnn", "miopen")
@@ -147,8 +146,8 @@ def _chosen(op: _torch.operators.OpOverload, out: Any) -> list[Tensor]:
 
     Bytes count only as the result of a conversion. Elsewhere they are workspaces of kernels.
     """
-    if op is _READ:
-        return [torch.tensor(out, dtype=torch.float64)]
+    if op is _torch.operators.READ:
+        return [torch.tensor(out, dtype=torch.float64, device="cpu")]
     name = op.overloadpacket.__name__
     return [
         t
@@ -235,7 +234,7 @@ class Changes(Observer):
                 ours.copy_(theirs)  # in low formats, whole numbers that they lack are rounded again
             else:
                 self._rest = []
-        return float(made.results[0]) if op is _READ else out
+        return float(made.results[0]) if op is _torch.operators.READ else out
 
     def _moved(self, made: _Made, args: Args, kwargs: Kwargs, count: int) -> list[Tensor]:
         """Run the reference's operator again on moved inputs, and return its integer and boolean results.
