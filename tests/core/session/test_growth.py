@@ -203,3 +203,14 @@ def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> N
                 amp.step(optimizer)
                 optimizer.zero_grad()
                 other()
+
+
+def test_the_guard_calls_few_functions() -> None:
+    """A step that checks its gradients, beside one that does not: every call shows where a step takes 0.2 ms."""
+    counts = []
+    for nonfinite in ("allow", "skip"):
+        step = by_castwise("bf16-mixed", Beside, 2, nonfinite=nonfinite)
+        for _ in range(5):
+            step()
+        counts.append(calls(step).total())
+    assert counts[1] - counts[0] <= 30

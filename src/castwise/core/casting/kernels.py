@@ -46,7 +46,7 @@ def eligible(value: Any, device_type: str) -> bool:
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype, to: Callable[..., Any]) -> Any:
     if isinstance(value, torch.Tensor):
-        return to(value, dtype) if eligible(value, device_type) and value.dtype is not dtype else value
+        return to(value, dtype) if value.dtype is not dtype and eligible(value, device_type) else value
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float, bool)):
         return [_cast(item, device_type, dtype, to) for item in value]
     return value

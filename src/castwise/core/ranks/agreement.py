@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise.core import _torch, masters
-from castwise.core.ranks.group import ALONE, Ranks, running
+from castwise.core.ranks.group import ALONE, Ranks, default_group
 from castwise.core.ranks.pieces import Pieces, is_dtensor
 from castwise.core.ranks.text import named
 from castwise.core.ranks.waiting import Waiting
@@ -213,10 +213,12 @@ class Agreement:
 
     def _is_same_world(self) -> bool:
         """Whether the default process group is the same as when the ranks decided whether their gradients can differ."""
-        return self._world() is dist.group.WORLD if running() else self._world is _no_world
+        now = default_group()
+        return self._world is _no_world if now is None else self._world() is now
 
     def _note_world(self) -> None:
-        self._world = weakref.ref(dist.group.WORLD) if running() else _no_world
+        now = default_group()
+        self._world = _no_world if now is None else weakref.ref(now)
 
     def _who_steps(self) -> Ranks:
         if self._steps is _NOT:

@@ -26,6 +26,14 @@ ALONE: Final = _Alone()
 """A value to give in place of a process group, which stands for this process alone, whatever groups it belongs to."""
 
 
+_AVAILABLE: Final = dist.is_available()
+
+
+def default_group() -> Any:
+    """Return the default process group of torch.distributed, or None if there is none."""
+    return dist.group.WORLD if _AVAILABLE else None
+
+
 def running() -> bool:
     """Whether torch.distributed has a default process group."""
     return dist.is_available() and dist.is_initialized()

@@ -21,7 +21,7 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +72,8 @@ class Buffers:
         self._kept: list[weakref.ref[KeptBuffers]] = []
         self._counts: Counter[str] = Counter()
         self._unread: dict[tuple[str, ...], Tensor] = {}
+        self.overflows: Mapping[int, object] = {}
+        """The overflows after which weights may be written, see :class:`~castwise.core.scaler.written.Written`."""
         self.look_at_weights: Callable[[], object] = int
         """Restores weights that were written from gradients that are not finite."""
         self.before_forward: Callable[[], object] = int
@@ -189,7 +191,8 @@ class KeptBuffers:
         To be called at the start of each uncompiled forward of the whole model.
         """
         session = self._session
-        session.look_at_weights()
+        if session.overflows:
+            session.look_at_weights()
         if self._is_bare and self._layout == (_registered, sum(map(len, self._tables))):
             self.seen = session.rounds
             return

@@ -184,6 +184,8 @@ class Watch:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _torch.steps.Call | None:
+        if self._is_stepped_by_amp(optimizer):
+            return None
         owner = self._owner(optimizer)
         around = _closure_steps.get(id(owner))
         if id(owner) in self._stepping or (owner is not optimizer and around is not None and around.failed):
@@ -334,12 +336,18 @@ class Watch:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = _closure_steps.pop(id(optimizer), None)
+        if step is None and self._is_stepped_by_amp(optimizer):
+            return
         failed = step is not None and step.failed
         if id(self._owner(optimizer)) not in self._stepping:
             self._unhide(optimizer, whole=failed)
             take_back(optimizer)
         if step is not None and failed:
             step.end()
+
+    def _is_stepped_by_amp(self, optimizer: Optimizer) -> bool:
+        """Whether ``Amp.step`` steps an optimizer, which is inside no other: the usual case, to be found out fast."""
+        return id(optimizer) in self._stepping and id(optimizer) not in self._around
 
     def _unhide(self, optimizer: Optimizer, *, whole: bool = False) -> None:
         for parameter, grad in self._window.hidden.pop(id(optimizer), ()):

@@ -70,7 +70,7 @@ class Window:
             if (here := window()) is not None:
                 here.written.look()
 
-        self.buffers.look_at_weights = look
+        self.buffers.look_at_weights, self.buffers.overflows = look, self.written.overflows
         self._optimizers = optimizers
         self._strays = strays
         self._stray: Held | None = None

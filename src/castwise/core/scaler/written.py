@@ -62,7 +62,8 @@ class Written:
         self._contains, self._sync = contains, sync
         self.ranks_agree: Callable[[], bool] = lambda: False
         """Whether all processes that train together have the same weights and gradients."""
-        self._overflows: dict[int, _Overflow] = {}
+        self.overflows: dict[int, _Overflow] = {}
+        """The overflows that are not over, by the ``id`` of their optimizers."""
         self._writes: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether the host waits to know whether gradients are finite; known after an optimizer's first step."""
         self._versions: dict[int, list[int]] = {}
@@ -76,36 +77,37 @@ class Written:
         if not (_is_alone() or self.ranks_agree()):
             return
         key, writes = id(optimizer), self._writes.get(optimizer)
-        if key in self._overflows and self._overflows[key].stepped:
+        if key in self.overflows and self.overflows[key].stepped:
             self.look()
         if writes is None:
             self._versions.setdefault(key, _torch.tensors.versions(_weights(optimizer)))
-        if key in self._overflows:
+        if key in self.overflows:
             return
         bad = read_on_host(flags)
         if bad or (bad is None and writes is not False and any(bool(flag) for flag in flags)):
             copies = [(weight, weight.detach().clone()) for weight in _weights(optimizer)]
-            self._overflows[key] = _Overflow(weakref.ref(optimizer), copies)
+            self.overflows[key] = _Overflow(weakref.ref(optimizer), copies)
 
     def note_counted(self, key: int) -> None:
         """Record that the overflow of an optimizer, given by ``id``, is counted as a skipped step."""
-        if key in self._overflows:
-            self._overflows[key].counted = True
+        if key in self.overflows:
+            self.overflows[key].counted = True
 
     def look(self) -> None:
         """Restore weights that have become non-finite."""
-        for key, overflow in list(self._overflows.items()):
+        for key, overflow in list(self.overflows.items()):
             self._restore(overflow)
             if overflow.stepped:
-                del self._overflows[key]
+                del self.overflows[key]
 
     def begin_step(self, optimizer: Optimizer) -> bool:
         """Before a step: restore the weights, and return whether the step must be skipped because they were written."""
         key = id(optimizer)
-        if optimizer not in self._writes and (versions := self._versions.pop(key, None)) is not None:
+        if key in self._versions and optimizer not in self._writes:
+            versions = self._versions.pop(key)
             moved = versions != _torch.tensors.versions(_weights(optimizer))
             self._writes[optimizer] = moved or self._contains(optimizer)
-        overflow = self._overflows.get(key)
+        overflow = self.overflows.get(key)
         if overflow is None or overflow.optimizer() is not optimizer:
             return False
         self._restore(overflow)
@@ -114,7 +116,7 @@ class Written:
 
     def is_counted(self, optimizer: Optimizer) -> bool:
         """Whether the overflow for which a step is skipped is counted already."""
-        overflow = self._overflows.get(id(optimizer))
+        overflow = self.overflows.get(id(optimizer))
         return overflow is not None and overflow.torn and overflow.counted
 
     def _restore(self, overflow: _Overflow) -> None:

@@ -273,9 +273,9 @@ def _uncalled() -> list[_Watched]:
 def _look(call: Callable[..., Any], outputs: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
     """Check a backward pass before it runs, and then run it. This is called in place of autograd's engine."""
     if kwargs.get("accumulate_grad", True) and _torch.autograd.graph_task_id() == -1:
-        wanted = {id(tensor) for tensor in args[2]} if len(args) > 2 else set()
         uncalled = _uncalled()
         if _watched or uncalled:
+            wanted = {id(tensor) for tensor in args[2]} if len(args) > 2 else set()
             _check([output for output in outputs if isinstance(output, torch.Tensor)], wanted, uncalled)
     return call(outputs, grads, *args, **kwargs)
 
