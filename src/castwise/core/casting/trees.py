@@ -164,12 +164,32 @@ def _fill(container: Any, changed: dict[Any, Any]) -> None:
             object.__setattr__(container, name, item)
 
 
+def map_arguments(
+    function: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply ``function`` to every tensor in the arguments of a call, as :func:`map_tensors` does.
+
+    This is fast in the usual case of a single tensor.
+    """
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        new = function(args[0])
+        return (args if new is args[0] else (new,)), kwargs
+    return map_tensors(function, args), map_tensors(function, kwargs)
+
+
 def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None) -> Any:
     """Cast the floating tensors inside ``value`` to ``dtype``. With ``only``, just tensors of these dtypes are cast.
 
     Returns:
         An object with the same structure, or the very same object if nothing had to be cast.
     """
+    return map_tensors(floating_to(dtype, only), value)
+
+
+def floating_to(
+    dtype: torch.dtype, only: tuple[torch.dtype, ...] | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that casts one tensor as :func:`cast_floating` casts all."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is dtype or not tensor.is_floating_point():
@@ -178,9 +198,7 @@ def cast_floating(value: Any, dtype: torch.dtype, only: tuple[torch.dtype, ...] 
             return tensor
         return tensor.to(dtype)
 
-    if isinstance(value, torch.Tensor):
-        return convert(value)
-    return map_tensors(convert, value)
+    return convert
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ from castwise.core.casting.backward import mark_boundary, note_backward
 from castwise.core.casting.context import override_rows
 from castwise.core.casting.frames import Frame
 from castwise.core.casting.kernels import frame_of
-from castwise.core.casting.trees import cast_floating, map_tensors
+from castwise.core.casting.trees import cast_floating, floating_to, map_arguments, map_tensors
 from castwise.core.model.complaints import Site, explain_backward, explain_dtype_error
 from castwise.core.model.resolve import ModulePlan, Resolution, casts_operators
 from castwise.core.model.rounding import RoundedInputs
@@ -175,11 +175,8 @@ class Border:
                 kind = type(module).__name__
                 self.rounding = self.rounding if self.rounding.look(kind, (args, kwargs)) else None
             if cast not in LOW_DTYPES and self.cast_only is None:
-                args, kwargs = map_tensors(_widened, args), map_tensors(_widened, kwargs)
-            args, kwargs = (
-                cast_floating(args, cast, self.cast_only),
-                cast_floating(kwargs, cast, self.cast_only),
-            )
+                args, kwargs = map_arguments(_widened, args, kwargs)
+            args, kwargs = map_arguments(floating_to(cast, self.cast_only), args, kwargs)
         if is_compiling():
             if is_exporting() and self.frame.enabled:
                 _refuse_export(type(module).__name__)
@@ -187,7 +184,7 @@ class Border:
             return args, kwargs
         self._check(module)
         if self.follow_backward:
-            args, kwargs = map_tensors(self._marked, args), map_tensors(self._marked, kwargs)
+            args, kwargs = map_arguments(self._marked, args, kwargs)
         elif self.frame.overrides:
             map_tensors(self._noted_outside, (args, kwargs))
         if self.begin is not None:
