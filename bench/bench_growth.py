@@ -1,0 +1,215 @@
+"""How the cost of castwise grows with the number of parameters, modules, regions and accumulated batches.
+
+Models of many tiny parts on one thread of a CPU, so that hardly anything but calls takes time: parameters of 8 elements
+that two operators use, pairs of a linear layer and a GELU of width 8, such pairs of which some are regions in fp32, and an
+MLP whose gradients come from several batches. Each is trained by the loop of the README and by a loop written by hand that
+casts the same tensors: autocast (off where a region is, ``float()`` where the plan overrides GELU), GradScaler, low weights,
+or low weights beside fp32 copies that the optimizer updates. SGD with momentum and foreach kernels. The loop by hand has no
+guard against gradients that are not finite; castwise's is on, as by default. Steps of the two alternate, and ratios are
+formed within pairs. All times are those that the thread spends on a processor, so that other processes disturb them less;
+``prepare_s`` and ``close_s``, those of ``prepare`` and ``close``, are the best of three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+import castwise
+from castwise.lab.timing.stats import paired_speedup
+from common import Results, arguments, check_losses_agree
+from loops import Loop
+
+WIDTH = 8
+PARAMETERS = 10, 100, 1_000, 10_000
+MODULES = 10, 100, 1_000, 5_000
+REGIONS = 1, 10, 100, 1_000
+ACCUMULATIONS = 1, 8, 64
+GELU, SCALE = "+ops.gelu=fp32", 1024.0
+SCALED = f"fp16-mixed+loss_scale.init={SCALE:g}"
+PLANS = "bf16-mixed", "bf16-true", "bf16-master"
+CASES = {
+    "parameters": (PARAMETERS, (*PLANS, SCALED)),
+    "modules": (MODULES, (*PLANS, "bf16-mixed" + GELU)),
+    "regions": (REGIONS, ("bf16-mixed",)),
+    "accumulations": (ACCUMULATIONS, (*PLANS, SCALED)),
+}
+SECONDS = 5.0
+"""How long one case is raced."""
+FEWEST, MOST = 8, 400
+"""The numbers of pairs of steps of a race."""
+WARM = 6
+"""Steps before the race: some of the first look for mistakes."""
+
+
+class Vectors(nn.Module):
+    """Parameters without modules around them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(size)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Every parameter at once, [parameters, 8]."""
+        return torch.stack([*self.vectors.parameters()]) * x
+
+
+class Pair(nn.Module):
+    """A linear layer and a GELU; ``by_hand`` says how the loop by hand casts: not, ``gelu`` in fp32, or ``region``."""
+
+    def __init__(self, by_hand: str = "") -> None:
+        super().__init__()
+        self.linear, self.by_hand = nn.Linear(WIDTH, WIDTH), by_hand
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One pair, [batch, 8] to [batch, 8]."""
+        if self.by_hand == "region":
+            with torch.autocast(x.device.type, enabled=False):
+                return nn.functional.gelu(self.linear(x.float()))
+        x = self.linear(x)
+        return nn.functional.gelu(x.float() if self.by_hand == "gelu" else x)
+
+
+def build(what: str, size: int, plan: str, hand: bool) -> nn.Module:
+    """The same weights for the loop by hand and for castwise's."""
+    torch.manual_seed(0)
+    if what == "parameters":
+        return Vectors(size)
+    if what == "accumulations":
+        layers = [layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Linear(32, 32))
+    regions = size if what == "regions" else 0
+    count = max(REGIONS) if what == "regions" else size
+    kinds = ["region" if i < regions else "gelu" if GELU in plan else "" for i in range(count)]
+    return nn.Sequential(*(Pair(kind if hand else "") for kind in kinds))
+
+
+def sgd(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of every loop."""
+    return torch.optim.SGD(params, 1e-3, momentum=0.9, foreach=True)
+
+
+def by_castwise(model: nn.Module, x: torch.Tensor, times: int, plan: castwise.Plan) -> Loop:
+    """The loop of the README, with several backward passes in a step."""
+    optimizer = sgd(model.parameters())
+    amp = castwise.Amp(plan, device=x.device)
+    amp.prepare(model, optimizer)
+
+    def step() -> torch.Tensor:
+        for _ in range(times):
+            loss = model(x).square().mean() / times
+            amp.backward(loss)
+        amp.step(optimizer)
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)
+
+
+def by_hand(model: nn.Module, x: torch.Tensor, times: int, plan: castwise.Plan) -> Loop:
+    """The same arithmetic as users write it."""
+    dtype = torch.float16 if plan.compute == "fp16" else torch.bfloat16
+    if plan.stores_low:
+        model, x = model.to(dtype), x.to(dtype)
+    params = [*model.parameters()]
+    low = [p.detach() for p in params]
+    wide = [p.float() for p in low] if plan.keeps_masters else params
+    optimizer = sgd(wide)
+    scaler = torch.amp.GradScaler(x.device.type, SCALE, enabled=plan.loss_scale is not None)
+
+    def step() -> torch.Tensor:
+        for _ in range(times):
+            with torch.autocast(x.device.type, dtype, enabled=not plan.stores_low):
+                loss = model(x).float().square().mean() / times
+            scaler.scale(loss).backward()
+        if plan.keeps_masters:
+            for master, parameter in zip(wide, params, strict=True):
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        scaler.step(optimizer)
+        scaler.update()
+        if plan.keeps_masters:
+            torch._foreach_copy_(low, wide)
+            model.zero_grad()
+        optimizer.zero_grad()
+        return loss
+
+    return Loop(step)
+
+
+def training(what: str, size: int, line: str, device: torch.device, hand: bool) -> Loop:
+    """A loop that has made its first steps."""
+    model = build(what, size, line, hand).to(device)
+    x = torch.randn(4, 32 if what == "accumulations" else WIDTH, device=device)
+    x = x[0] if what == "parameters" else x
+    regions = [castwise.Region(str(i), compute="fp32") for i in range(size if what == "regions" else 0)]
+    plan = dataclasses.replace(castwise.Plan.parse(line), regions=tuple(regions))
+    loop = (by_hand if hand else by_castwise)(model, x, size if what == "accumulations" else 1, plan)
+    loop.run(WARM)
+    return loop
+
+
+def race(what: str, size: int, line: str, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Steps by hand and by castwise in turns."""
+    loops = [training(what, size, line, device, hand) for hand in (True, False)]
+    times: tuple[list[float], list[float]] = [], []
+    end = time.monotonic() + seconds
+    while len(times[0]) < FEWEST or (len(times[0]) < MOST and time.monotonic() < end):
+        first = len(times[0]) % 2
+        for which in (first, 1 - first):
+            begun = time.thread_time()
+            loops[which].step()
+            times[which].append(time.thread_time() - begun)
+    for loop in loops:
+        loop.run(1)
+    check_losses_agree(
+        {"by hand": loops[0].losses[-1], "castwise": loops[1].losses[-1]}, 0.05, loops[0].losses[0]
+    )
+    speedup = paired_speedup(*times)
+    hand, ours = (1e3 * statistics.median(each) for each in times)
+    return {
+        "pairs": len(times[0]), "by_hand_ms": hand, "castwise_ms": ours,
+        "ratio": 1 / speedup.value, "low": 1 / speedup.high, "high": 1 / speedup.low,
+    }  # fmt: skip
+
+
+def preparing(size: int, line: str, device: torch.device) -> dict[str, float]:
+    """The seconds of ``prepare`` and ``close``, the best of three."""
+    prepared, closed = [], []
+    for _ in range(3):
+        model = Vectors(size).to(device)
+        optimizer, amp = sgd(model.parameters()), castwise.Amp(line, device=device)
+        begun = time.thread_time()
+        amp.prepare(model, optimizer)
+        prepared.append(time.thread_time() - begun)
+        begun = time.thread_time()
+        amp.close()
+        closed.append(time.thread_time() - begun)
+    return {"prepare_s": min(prepared), "close_s": min(closed)}
+
+
+def main() -> None:
+    """Measure and write ``results/growth-<device>.json``."""
+    options = arguments(__doc__).parse_args()
+    device = torch.device(options.device)
+    torch.set_num_threads(1)
+    cases = [(what, size, line) for what, (sizes, lines) in CASES.items() for size in sizes for line in lines]
+    with Results("growth", device, __doc__, options.budget) as results:
+        for line in PLANS:
+            for size in PARAMETERS:
+                results.add({"part": "prepare", "size": size, "plan": line} | preparing(size, line, device))
+        for number, (what, size, line) in enumerate(cases):
+            with results.part(f"{size} {what} under {line}"):
+                share = results.share(len(cases) - number)
+                seconds = SECONDS if share is None else share
+                row: dict[str, Any] = {"part": what, "size": size, "plan": line}
+                results.add(row | race(what, size, line, device, seconds))
+
+
+if __name__ == "__main__":
+    main()
