@@ -69,7 +69,7 @@ def test_no_copy_is_made_without_an_overflow() -> None:
     for factor, copies in ((1.0, 0), (math.inf, int(DEVICE == "cpu")), (1.0, 0)):
         amp.backward(model(X).square().mean() * factor)
         amp.unscale_(optimizer)
-        assert len(written._overflows) == copies
+        assert len(written.overflows) == copies
         amp.step(optimizer)
         optimizer.zero_grad()
     assert amp.skipped_steps == 1
@@ -84,7 +84,7 @@ def test_copies_end_with_the_step_that_is_skipped() -> None:
     for factor, copies in ((math.inf, 1), (1.0, 1), (1.0, 0)):
         amp.backward(model(X).square().mean() * factor)
         amp.unscale_(optimizer)
-        assert len(written._overflows) == copies
+        assert len(written.overflows) == copies
         (optimizer.second_step if factor == 1.0 and copies else optimizer.first_step)(zero_grad=True)
 
 

@@ -15,6 +15,7 @@ from castwise.core import _torch
 from castwise.core.masters.originals import address, agree, local, merge_values
 from castwise.core.masters.sample import Sample
 from castwise.core.masters.state import restride_state
+from castwise.core.masters.writes import DataWrites
 from castwise.errors import StateError
 
 Mark = tuple[int, int, int, int]
@@ -55,6 +56,8 @@ class Pairs:
         self._targets = [local(parameter) for parameter in self.stored]
         self._sources = [local(master) for master in self.masters]
         self._data = [master.data_writes for master in self.masters]
+        self._aliases = -1
+        """The number of aliases in the process when all counts of writes through ``data`` were zero."""
         self._plain = all(issubclass(type(parameter), nn.Parameter) for parameter in self.stored)
         """Whether no parameter is of a class that wraps other tensors, such as DTensor."""
         self._sample: Sample | None = None
@@ -79,6 +82,15 @@ class Pairs:
             of = self._sources if of is self.masters else self._targets
         return _torch.tensors.versions(of)
 
+    def _data_writes(self) -> list[int]:
+        """Return the number of writes through each parameter's ``data``, which few programs use."""
+        if self._aliases == DataWrites.aliases:
+            return [0] * len(self._data)
+        aliases = DataWrites.aliases
+        if not any(writes.is_used for writes in self._data):
+            self._aliases = aliases
+        return [writes.count for writes in self._data]
+
     # --- before a step or a check ---------------------------------------------------------------------------
 
     def pull(self) -> None:
@@ -89,7 +101,7 @@ class Pairs:
         """
         now = (
             self._versions(self.stored),
-            [writes.count for writes in self._data],
+            self._data_writes(),
             [*map(torch.Tensor.data_ptr if self._plain else address, self.stored)],
             self._versions(self.masters),
         )

@@ -34,6 +34,7 @@ from castwise.core.masters.writes import DataWrites
 _own_data: Any = torch.Tensor.data
 _own_grad: Any = torch.Tensor.grad
 _own_attributes: Any = torch.Tensor.__dict__["__dict__"]
+_FP32 = torch.float32
 _masters: _torch.tensors.OfTensors[TensorWeakRef] = _torch.tensors.OfTensors()
 
 
@@ -82,7 +83,7 @@ class Master:
         """
         grad = self.stored.grad
         if grad is not None:
-            if grad.dtype is not torch.float32:
+            if grad.dtype is not _FP32:
                 grad = take_grad_fp32(self.stored)
             if grad.requires_grad and not isinstance(self, _DifferentiatedByStored):
                 master: Any = self

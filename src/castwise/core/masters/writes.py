@@ -31,6 +31,9 @@ class DataWrites:
     tensor would make a backward pass fail that has saved another.
     """
 
+    aliases = 0
+    """The number of tensors that were returned as ``parameter.data`` of any parameter with a master in this process."""
+
     def __init__(self) -> None:
         self._out: list[tuple[TensorWeakRef, Tensor]] = []
         self._past = 0
@@ -44,9 +47,15 @@ class DataWrites:
         )
         alias = _torch.tensors.counted_alias(data, counter)
         self._out.append((TensorWeakRef(alias), counter))
+        DataWrites.aliases += 1
         if len(self._out) > self._enough:
             self._let_go()
         return alias
+
+    @property
+    def is_used(self) -> bool:
+        """Whether :meth:`alias` has ever returned a tensor."""
+        return bool(self._out or self._past)
 
     @property
     def count(self) -> int:
