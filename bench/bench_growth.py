@@ -13,6 +13,7 @@ formed within pairs. All times are those that the thread spends on a processor, 
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from torch import nn
 
 import castwise
 from castwise.lab.timing.stats import paired_speedup
-from common import Results, arguments, check_losses_agree
+from common import RESULTS, Results, arguments, check_losses_agree
 from loops import Loop
 
 WIDTH = 8
@@ -42,9 +43,9 @@ CASES = {
 }
 SECONDS = 5.0
 """How long one case is raced."""
-FEWEST, MOST = 8, 400
+FEWEST, MOST = 6, 400
 """The numbers of pairs of steps of a race."""
-WARM = 6
+WARM = 4
 """Steps before the race: some of the first look for mistakes."""
 
 
@@ -195,20 +196,37 @@ def preparing(size: int, line: str, device: torch.device) -> dict[str, float]:
 
 def main() -> None:
     """Measure and write ``results/growth-<device>.json``."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--only", default="", help="race cases with this text in their names; keep other rows"
+    )
+    options = parser.parse_args()
     device = torch.device(options.device)
     torch.set_num_threads(1)
-    cases = [(what, size, line) for what, (sizes, lines) in CASES.items() for size in sizes for line in lines]
+    every = {"prepare": (PARAMETERS, PLANS)} | CASES
+    cases = [(what, size, line) for what, (sizes, lines) in every.items() for size in sizes for line in lines]
+    names = ["{1} {0} under {2}".format(*case) for case in cases]
+    file = RESULTS / f"growth-{device.type}.json"
     with Results("growth", device, __doc__, options.budget) as results:
-        for line in PLANS:
-            for size in PARAMETERS:
-                results.add({"part": "prepare", "size": size, "plan": line} | preparing(size, line, device))
-        for number, (what, size, line) in enumerate(cases):
-            with results.part(f"{size} {what} under {line}"):
-                share = results.share(len(cases) - number)
-                seconds = SECONDS if share is None else share
-                row: dict[str, Any] = {"part": what, "size": size, "plan": line}
-                results.add(row | race(what, size, line, device, seconds))
+        if options.only and file.exists():
+            known = {name_of(row): row for row in json.loads(file.read_text(encoding="utf-8"))["rows"]}
+            results.rows += [known[name] for name in names if name in known and options.only not in name]
+        chosen = [(name, case) for name, case in zip(names, cases, strict=True) if options.only in name]
+        for number, (name, (what, size, line)) in enumerate(chosen):
+            with results.part(name):
+                share = results.share(len(chosen) - number)
+                measured = (
+                    preparing(size, line, device)
+                    if what == "prepare"
+                    else race(what, size, line, device, SECONDS if share is None else share)
+                )
+                results.add({"part": what, "size": size, "plan": line} | measured)
+        results.rows.sort(key=lambda row: names.index(name_of(row)) if "size" in row else len(names))
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """The name of a row's case."""
+    return "{size} {part} under {plan}".format(**row) if "size" in row else row["part"]
 
 
 if __name__ == "__main__":
