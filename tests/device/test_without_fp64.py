@@ -40,3 +40,15 @@ def test_a_plan_that_names_it_is_refused() -> None:
         DeviceError, match=r"sim \(simulated accelerator\) does not compute in fp64; use fp32 instead"
     ):
         castwise.Amp(plan, device=DEVICE)
+
+
+def test_experiments_sum_on_the_host() -> None:
+    batches = [(torch.randn(16, 8), torch.randn(16, 4)) for _ in range(4)]
+
+    def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    found = castwise.parity(net(), loss, batches, "bf16-master", optimizer=torch.optim.AdamW)
+    assert found.verdict == "pass"
+    assert castwise.forecast(net(), loss, batches, optimizer=torch.optim.AdamW).to_json()
+    assert castwise.compare(net(), loss, batches[0], "fp32", "bf16-true").to_json()

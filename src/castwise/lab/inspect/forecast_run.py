@@ -251,10 +251,11 @@ class Run:
             for format in self.formats:
                 if format.name in LOW:
                     left = stored_change(weights, changes, format.dtype)
-                    held, squares = torch.isfinite(left), in_fp64(changes).square()
+                    squares, errors = in_fp64(changes).square(), in_fp64(left - changes).square()
+                    held, gone = (mask.to(squares.device) for mask in (torch.isfinite(left), left == 0))
                     ledger.put(site_of(name), format.name, None, Tally(  # squares: shares of the update, not of its elements
-                        float(squares.sum()), float(squares[~held.to(squares.device)].sum()), 0.0, float(squares[left == 0].sum()),
-                        float(in_fp64((left - changes)[held]).square().sum()), float(squares[held].sum()),
+                        float(squares.sum()), float(squares[~held].sum()), 0.0, float(squares[gone].sum()),
+                        float(errors[held].sum()), float(squares[held].sum()),
                     ))  # fmt: skip
 
     def forecast(self, where: Environment) -> Forecast:
