@@ -10,6 +10,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <c10/core/CPUAllocator.h>
@@ -571,6 +572,14 @@ Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std
                Guard::whole(device.value_or(Device(SIM, current))));
 }
 
+// A tensor of zeros without memory, as forward-mode differentiation makes them.
+Tensor zero_tensor(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                   std::optional<Device> device, std::optional<bool>) {
+  at::native::ZeroTensorAllocator none(Guard::whole(device.value_or(Device(SIM, current))));
+  auto keys = c10::DispatchKeySet(KEY) | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(sizes), &none, keys, c10::dtype_or_default(dtype), std::nullopt);
+}
+
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   Aliases aliases;
   if (to.is_privateuseone()) {
@@ -694,6 +703,7 @@ int64_t attention(const Tensor&, const Tensor&, const Tensor&, const std::option
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
+  m.impl("_efficientzerotensor", zero_tensor);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);

@@ -24,6 +24,7 @@ LOOKS_S = 0.7
 
 def save_again_and_again(folder: Path, keep: int, same_step: bool, ended: Callable[[], bool]) -> None:
     """Saves, each of them whole, one after the other; the first with number 5."""
+    torch.set_default_device(DEVICE)  # which is a thread's own
     torch.set_num_threads(1)
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -581,7 +581,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
     got = run.load(run.save(tmp_path, 1, extra=extra).path).extra
     for one, other in zip(got, extra, strict=True):
         assert (one.dtype, one.shape) == (dtype, other.shape)
-        assert torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+        assert torch.equal(*(t.cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
 # --- two processes ------------------------------------------------------------------------------------------

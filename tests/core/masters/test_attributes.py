@@ -66,6 +66,7 @@ def held(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+@pytest.mark.cpu  # the mesh of some is one of CPUs
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("plan", MASTERS)
 def test_the_optimizer_sees_what_is_set_on_parameters(plan: str, when: str, model: nn.Module) -> None:

@@ -97,6 +97,7 @@ def test_writes_through_data_are_writes(plan: str, write: Callable[[list[Tensor]
         assert torch.equal(got, want)
 
 
+@pytest.mark.cpu  # the mesh is one of CPUs
 @pytest.mark.skipif(not dist.is_available(), reason="this torch is built without torch.distributed")
 @pytest.mark.parametrize("local", [False, True])
 def test_writes_to_whole_shards_are_found_at_the_next_step(local: bool, tmp_path: Path) -> None:
@@ -330,6 +331,7 @@ def by_dlpack(p: Tensor) -> None:
     torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())).mul_(2)
 
 
+@pytest.mark.cpu  # numpy writes to memory of the host
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("write", [by_numpy, by_dlpack])
 def test_writes_past_torch_are_found_at_the_next_step(write: Callable[[Tensor], None], layout: Any) -> None:

@@ -310,7 +310,7 @@ def test_the_summary_says_how_a_model_arrived_and_is_stored() -> None:
     amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer, widen=True)
     said = amp.summary()
-    assert said.startswith("bf16-mixed on cpu: autocasts to bf16")
+    assert said.startswith(f"bf16-mixed on {DEVICE}: autocasts to bf16")
     assert "7 parameters quantised" in said
     assert "132 parameters in fp32 that arrived in bf16" in said
     assert "6 parameters in fp32," in said

@@ -422,6 +422,7 @@ def storages() -> dict[int, int]:
     }
 
 
+@pytest.mark.cpu  # it counts memory of the host
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_memory_is_ten_bytes_per_parameter(momentum: float) -> None:
     """2 low + 4 master + 4 gradient, and 4 of momentum; no second gradient hides anywhere."""

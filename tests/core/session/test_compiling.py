@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.skipif(
         not hasattr(torch.compiler, "set_default_backend"), reason="this torch compiles by Inductor alone"
     ),
+    pytest.mark.skipif(DEVICE == "sim", reason="torch.compile cannot compile for the simulated device"),
     # Dynamo itself looks at .grad of the input of a resumed frame.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

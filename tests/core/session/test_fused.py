@@ -24,6 +24,7 @@ def stepped(kind: Any, dtype: torch.dtype, fused: bool) -> torch.Tensor:
     return parameter.detach()
 
 
+@pytest.mark.cpu  # the fault is that of the CPU's kernel
 @pytest.mark.parametrize("dtype", LOW)
 def test_torchs_fused_sgd_still_leaves_low_parameters_on_a_cpu(dtype: torch.dtype) -> None:
     """Once it updates them, `check_updates` can go."""
@@ -39,6 +40,7 @@ def test_others_update_low_parameters(kind: Any, dtype: torch.dtype) -> None:
     assert (fused < 1.0).all()
 
 
+@pytest.mark.cpu  # the fault is that of the CPU's kernel
 @pytest.mark.parametrize(
     ("line", "fused"),
     [

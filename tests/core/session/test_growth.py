@@ -16,6 +16,7 @@ from torch import nn
 
 import castwise
 from castwise.core import _torch
+from tests.here import DEVICE
 
 Step = Callable[[], object]
 
@@ -75,7 +76,7 @@ def growth(make: Callable[[int], Step]) -> float:
 def by_castwise(plan: str, kind: Any, size: int, **options: Any) -> Step:
     model = kind(size)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, foreach=True)
-    amp = castwise.Amp(plan, device="cpu", **options)
+    amp = castwise.Amp(plan, device=DEVICE, **options)
     amp.prepare(model, optimizer)
     x = torch.ones(2)
 
@@ -96,11 +97,11 @@ def by_hand(plan: str, kind: Any, size: int) -> Step:
     wide = [p.detach().float() for p in params] if plan.startswith("bf16-master") else params
     optimizer = torch.optim.SGD(wide, 0.01, momentum=0.9, foreach=True)
     x = torch.ones(2, dtype=torch.bfloat16 if low else torch.float32)
-    scaler = torch.amp.GradScaler("cpu", 1024.0, enabled=plan.startswith("fp16"))
+    scaler = torch.amp.GradScaler(DEVICE, 1024.0, enabled=plan.startswith("fp16"))
 
     def step() -> None:
         dtype = torch.float16 if plan.startswith("fp16") else torch.bfloat16
-        with torch.autocast("cpu", dtype, enabled=not low):
+        with torch.autocast(DEVICE, dtype, enabled=not low):
             loss = model(x if kind is Beside else x.repeat(size)).float().square().mean()
         scaler.scale(loss).backward()
         if wide is not params:
@@ -116,6 +117,7 @@ def by_hand(plan: str, kind: Any, size: int) -> Step:
     return step
 
 
+@pytest.mark.cpu  # torch's default device adds calls of its own
 @pytest.mark.parametrize("kind", [Vectors, Beside])
 @pytest.mark.parametrize(
     "plan", ["bf16-mixed", "bf16-true", "bf16-master", "fp16-mixed+loss_scale.init=1024"]
@@ -127,6 +129,7 @@ def test_a_step_calls_no_more_functions_per_parameter_than_the_loop_by_hand(plan
     assert 0 < ours <= 1.1 * hand
 
 
+@pytest.mark.cpu  # torch's default device adds calls of its own
 @pytest.mark.parametrize(("kind", "most"), [(Vectors, (450, 150)), (Beside, (1350, 400))])
 def test_preparing_and_closing_walk_over_parameters_a_fixed_number_of_times(
     kind: Any, most: tuple[int, int]
@@ -136,7 +139,7 @@ def test_preparing_and_closing_walk_over_parameters_a_fixed_number_of_times(
     for size in (5, 100, 200, 400):
         model = kind(size)
         optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
-        amp = castwise.Amp("bf16-master", device="cpu")
+        amp = castwise.Amp("bf16-master", device=DEVICE)
         prepared = calls(functools.partial(amp.prepare, model, optimizer)).total()
         counts.append((prepared, calls(amp.close).total()))
     for few, some, many, limit in zip(*counts[1:], most, strict=True):
@@ -148,7 +151,7 @@ def test_no_garbage_is_collected_while_a_model_is_prepared_or_closed() -> None:
     """A collection walks through all objects of the process; preparing 10,000 parameters would start several."""
     model = Vectors(500)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
-    amp = castwise.Amp("bf16-master", device="cpu")
+    amp = castwise.Amp("bf16-master", device=DEVICE)
     begun: list[str] = []
 
     def note(phase: str, info: Any) -> None:
@@ -192,7 +195,7 @@ def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> N
     """The looks that are left out for a model come back, 64 backward passes later at the latest."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
     other = by_castwise("bf16-mixed", Beside, 2)
     x = torch.ones(2)

@@ -326,7 +326,8 @@ def test_a_collected_session_gives_its_settings_up() -> None:
     gc.collect()
     assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
     with castwise.Amp(
-        "fp32+fp32_matmul=bf16" if castwise.core._torch.cpu.cpu_has_bf16() else "fp32", device="cpu"
+        "fp32+fp32_matmul=bf16" if DEVICE == "cpu" and castwise.core._torch.cpu.cpu_has_bf16() else "fp32",
+        device=DEVICE,
     ) as amp:
         amp.prepare(Net())
 
@@ -580,7 +581,7 @@ def test_a_forward_that_somebody_puts_inside_autocast_is_refused(plan: str, afte
     inside = torch.autocast(DEVICE, dtype=torch.float16)(type(model).forward)
     model.forward = functools.wraps(inside)(lambda *args: inside(model, *args))
     with pytest.raises(
-        StateError, match=r"forward of this Net was replaced by one inside torch\.autocast\('cpu'\)"
+        StateError, match=rf"forward of this Net was replaced by one inside torch\.autocast\('{DEVICE}'\)"
     ):
         model(X) if after else amp.prepare(model)
     for harmless in (type(model).forward, torch.autocast(DEVICE, enabled=False)(type(model).forward)):

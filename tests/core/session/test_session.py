@@ -549,6 +549,7 @@ def test_close_leaves_what_prepare_did_not_store() -> None:
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.cpu  # bf16 inside fp32 products is for CPUs
 @pytest.mark.skipif(
     not castwise.core._torch.cpu.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products"
 )
