@@ -14,7 +14,10 @@ DEVICE = os.environ.get("CASTWISE_TEST_DEVICE", "cpu")
 """The type of the device that models, data and sessions are on."""
 
 if DEVICE == sim.NAME:
-    sim.register()
+    try:
+        sim.register()
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     sim.register_in_interpreters()
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
