@@ -279,6 +279,28 @@ def masters() -> str:
     return markdown(lines) + backed("master-cpu")
 
 
+def growth() -> str:
+    """Time of a step beside the loop by hand, by the number of parts, and the seconds of ``prepare``."""
+    rows = measured("growth-cpu")
+    races = [row for row in rows if "ratio" in row]
+    plans = [*dict.fromkeys(row["plan"] for row in races)]
+    short = [f"`{plan.partition('+')[0]}`" + (", GELU in fp32" if "gelu" in plan else "") for plan in plans]
+    lines = [["parts of the model or step", *short]]
+    for part, size in dict.fromkeys((row["part"], row["size"]) for row in races):
+        of = {row["plan"]: row for row in races if (row["part"], row["size"]) == (part, size)}
+        cells = [of.get(plan) for plan in plans]
+        lines.append([
+            f"{size:,} {part}",
+            *("" if row is None else told([row["ratio"], row["low"], row["high"]]) for row in cells),
+        ])
+    prepared = [row for row in rows if row["part"] == "prepare"]
+    most = max(row["size"] for row in prepared)
+    seconds = ", ".join(
+        f"{row['prepare_s']:.2f} s under `{row['plan']}`" for row in prepared if row["size"] == most
+    )
+    return markdown(lines) + f"\n`prepare` of {most:,} parameters took {seconds}.\n" + backed("growth-cpu")
+
+
 def peer_rows() -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, Any]]]:
     """Jobs, ways to train them other than torch.amp by hand, and the rows by way and job."""
     rows = [row for row in measured("peers-cpu") if "way" in row]
@@ -414,6 +436,7 @@ TABLES = {
     "gpu_sine": gpu_sine,
     "gpu_loops": gpu_loops,
     "forecasts": forecasts,
+    "growth": growth,
     "peers": peers,
     "peers_short": peers_short,
     "peers_memory": peers_memory,
