@@ -7,6 +7,7 @@ in for devices that this machine lacks; the autocast kernels are the same code.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library
 
+import castwise
 from castwise.core import _torch
 from castwise.core.casting import kernels
 from castwise.core.devices import autocast_types
@@ -143,10 +145,41 @@ def test_native_table_lists_exactly_what_torch_has_registered(device: str) -> No
         name.removeprefix("aten::").partition(".")[0]
         for name in _torch.dispatcher.autocast_registrations(device)
     }
-    listed = set(base_table("native", device))
-    assert registered - listed == set()
+    table = base_table("native", device)
+    assert {op for op, row in table.items() if row.rule == "native"} == set()  # what the tables do not list
+    assert registered - set(table) == set()
     # cuDNN's layer has its autocast kernel in CUDA builds only.
-    assert listed - registered <= ({"_cudnn_rnn"} if device == "cuda" else set())
+    assert set(table) - registered <= ({"_cudnn_rnn"} if device == "cuda" else set())
+
+
+def test_an_operator_of_a_newer_torch_is_cast_by_torchs_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the tables were from before ``trace``: every base table does with it what it does with operators it lists."""
+    older = tuple(
+        dataclasses.replace(group, ops=" ".join(op for op in group.ops.split() if op != "trace"))
+        for group in tables.CPU
+    )
+    monkeypatch.setattr(tables, "CPU", older)
+    base_table.cache_clear()
+    rules._overrides.cache_clear()
+    try:
+        row = describe("native", "cpu")[-1]
+        assert (row.op, row.rule) == ("trace", "native")
+        assert row.reason == "castwise's tables do not list it, and torch.autocast casts it on this device"
+        assert overrides("native", (), "cpu") == {}
+        x = torch.eye(2, dtype=BF16)
+        got = {}
+        for line in (
+            "bf16-mixed",
+            "bf16-mixed+rules=apex",
+            "bf16-mixed+ops.trace=as_is",
+            "bf16-mixed+ops.exp=fp32",
+        ):
+            with castwise.autocast(line, device_type="cpu"):
+                got[line] = x.trace().dtype
+        assert list(got.values()) == [FP32, BF16, BF16, FP32]
+    finally:
+        base_table.cache_clear()
+        rules._overrides.cache_clear()
 
 
 @pytest.mark.parametrize("device", WATCHED)
@@ -315,8 +348,8 @@ def test_apex_table_leaves_the_rest_alone(op: str) -> None:
 
 def test_rows_of_operators_that_this_torch_lacks_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     group = tables.Group("lower", "from a release to come", "mm operator_of_torch_9")
-    monkeypatch.setattr(tables, "CUDA", (group,))
-    assert list(base_table.__wrapped__("native", "cuda")) == ["mm"]
+    monkeypatch.setattr(tables, "APEX", (group,))
+    assert list(base_table.__wrapped__("apex", "cuda")) == ["mm"]
 
 
 def test_tables_are_read_only() -> None:

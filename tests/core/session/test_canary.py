@@ -11,6 +11,7 @@ import torch
 
 from castwise import Amp
 from castwise.core import _torch, masters
+from castwise.core.plans import rules
 from castwise.core.session import canary
 from tests.here import DEVICE
 
@@ -44,6 +45,18 @@ def test_another_release_is_told_once_that_all_is_well(monkeypatch: pytest.Monke
         in message
     )
     assert torch.exp(torch.ones(1, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_operators_that_no_table_lists_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
+    described = rules.describe
+    newer = (rules.Row("sqrth", "native", ""), rules.Row("another", "native", ""))
+    monkeypatch.setattr(rules, "describe", lambda *asked: (*described(*asked), *newer))
+    (message,) = said()
+    assert (
+        "The self-checks passed. Operators that castwise's tables do not list are cast as torch.autocast casts them: another, "
+        "sqrth. Use a torch release"
+    ) in message
 
 
 def nothing(*_: Any, **__: Any) -> Any:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +21,13 @@ import castwise
 from castwise import Plan
 from castwise.commands.jobs.bench import bench
 from castwise.commands.jobs.train import train
+from castwise.core import _torch
 from castwise.core.casting import frames
 from castwise.errors import StateError
 from castwise.lab.timing import timing
 from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.workloads.workload import Workload, find_workload
+from tests.fresh import run_interpreter
 from tests.here import DEVICE
 from tests.soak import every
 
@@ -161,6 +164,29 @@ def test_a_model_that_is_compiled_already_is_refused(compiled: Callable[[nn.Modu
         start = graphs()
         assert run(X).dtype is torch.bfloat16
         assert graphs() == start + 1
+
+
+def test_a_build_of_torch_without_dynamo_runs_every_plan_that_does_not_compile(tmp_path: Path) -> None:
+    """Without Dynamo, torch's own optimizers do not work, so this is inference."""
+    code = """
+        import sys
+        sys.modules["torch._dynamo"] = None  # an import of it fails
+        import torch, castwise
+        for line in ("fp32", "bf16-mixed+ops.exp=fp32", "bf16-true", "bf16-mixed+compile=default"):
+            model = torch.nn.Linear(2, 2)
+            try:
+                with castwise.Amp(line + "+output=as_is", device="cpu") as amp:
+                    amp.prepare(model, inference=True)
+                    print(model(torch.ones(1, 2)).dtype)
+            except castwise.CastwiseError as error:
+                print(str(error).partition(": this build")[0])
+    """
+    assert run_interpreter(textwrap.dedent(code), tmp_path).splitlines() == [
+        "torch.float32",
+        "torch.bfloat16",
+        "torch.bfloat16",
+        "Plan bf16-mixed+compile=default+output=as_is: compile='default', but torch.compile cannot compile for cpu here",
+    ]
 
 
 def test_a_prepare_that_fails_leaves_nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

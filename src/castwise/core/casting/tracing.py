@@ -144,6 +144,8 @@ def get_ready_for_compile() -> None:
 
     This imports Dynamo, which takes about a second and happens anyway at an optimizer's first step.
     """
+    if _torch.dynamo.why_not_compile("cpu"):
+        return
     _watch_compilations()
     _torch.dynamo.skip_modules(_BETWEEN_GRAPHS)
     if frames.watch_compilations is not None:

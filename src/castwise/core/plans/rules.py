@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Final, cast, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
@@ -63,6 +63,7 @@ BASES: Final = ("native", "cuda", "apex", "none")
 
 _OPERATOR_NAME: Final = re.compile(r"(?:[A-Za-z_]\w*::)?[A-Za-z_]\w*", re.ASCII)
 _UNLISTED: Final = "torch.autocast casts it on this device and the plan's table does not"
+_NEWER: Final = "castwise's tables do not list it, and torch.autocast casts it on this device"
 _CHOSEN: Final = "the plan sets this rule"
 _WHOLE: Final = "its kernel calls an in-place operator that is banned only for direct calls"
 
@@ -73,7 +74,8 @@ class Row:
 
     Attributes:
         op: The ATen base name of the operator, its in-place name, or ``namespace::name``.
-        rule: One of `RULES`.
+        rule: One of `RULES`. Or ``native`` in the table of torch.autocast for a device, for an operator that is newer than
+            castwise's tables: the kernel that torch has registered for it casts its inputs.
         reason: Why the operator has this rule, as part of a sentence.
         only_low: Whether the rule holds only for some inputs. ``banned`` then raises only if a floating input is bf16
             or fp16, as Apex does, and ``lower`` casts only in this case. ``widest`` then casts only if the first
@@ -85,7 +87,7 @@ class Row:
     """
 
     op: str
-    rule: Rule
+    rule: Rule | Literal["native"]
     reason: str
     only_low: bool = False
     opaque: bool = True
@@ -129,6 +131,9 @@ def base_table(base: str, device_type: str) -> Mapping[str, Row]:
                 table |= _rows(tables.RNN_STAND_INS)
             elif device_type == "mps":
                 table |= _rows(tables.MPS_DIFFERS)
+    if base in ("native", device_type):
+        newer = {op for op in _registered(device_type) - table.keys() if "::" not in op}
+        table |= {op: Row(op, "native", _NEWER) for op in sorted(newer)}
     return _there(table)
 
 
@@ -143,7 +148,7 @@ def describe(base: str, device_type: str) -> tuple[Row, ...]:
         UnknownNameError: ``base`` or ``device_type`` is not known.
     """
     rows = base_table(base, device_type).values()
-    return tuple(sorted(rows, key=lambda row: (RULES.index(row.rule), row.op)))
+    return tuple(sorted(rows, key=lambda row: ((*RULES, "native").index(row.rule), row.op)))
 
 
 def check_rule(op: str, rule: str) -> None:

@@ -52,7 +52,7 @@ _ORDER = "interpolates between order statistics and lacks a low kernel"
 
 _FACTORS = """_lu_with_info cholesky cholesky_inverse cholesky_solve geqrf inverse linalg_cholesky
 linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh
-linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr
+linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_matrix_sqrth linalg_qr
 linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve orgqr ormqr
 pinverse qr svd triangular_solve"""
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise.core import _torch, masters
+from castwise.core import _torch, devices, masters
 from castwise.core.casting import autocast
+from castwise.core.plans import rules
 from castwise.core.plans.plan import Plan
 from castwise.core.scaler import GradScaler
 
@@ -43,6 +44,9 @@ def check_torch() -> None:
         if failed
         else "The self-checks passed"
     )
+    rows = (row for device in devices.autocast_types() for row in rules.describe("native", device))
+    if newer := sorted({row.op for row in rows if row.rule == "native"}):
+        outcome += f". Operators that castwise's tables do not list are cast as torch.autocast casts them: {', '.join(newer)}"
     warnings.warn(
         f"castwise has been tested with torch {', '.join(TESTED)}, and this is {torch.__version__}. {outcome}. Use a torch "
         f"release that was tested, or a castwise release that was tested with this torch.",
