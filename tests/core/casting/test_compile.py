@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import castwise
 from castwise import Plan
 from castwise.core.casting import frames
 from castwise.core.casting.trees import cast_floating
+from castwise.core.plans.formats import get_format
 from tests.fresh import run_interpreter, run_python
 from tests.here import DEVICE
 from tests.soak import each_value, pairs
@@ -128,6 +131,74 @@ def test_prepared_module_compiles_as_it_runs(name: str, graph_break: bool, how: 
     assert frames.depth() == 0
     assert not torch.is_autocast_enabled(DEVICE)
     amp.close()
+
+
+def _backward_of(run: Any, x: torch.Tensor) -> list[torch.dtype]:
+    """The formats of the matrix products in the backward graph that AOTAutograd traces."""
+    found: list[torch.dtype] = []
+
+    def forward(graph: torch.fx.GraphModule, _: object) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def backward(graph: torch.fx.GraphModule, _: object) -> Any:
+        products = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        found.extend(node.meta["val"].dtype for node in products)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    run(torch.compile, backend)(x).float().sum().backward()
+    return found
+
+
+SETTINGS = ["same_as_forward", "off"]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("line", "formats"),
+    [
+        ("bf16-mixed", ["bf16", "bf16", "bf16"]),
+        ("bf16-mixed+regions.b=fp32", ["fp32", "fp32", "bf16"]),
+        ("bf16-mixed+ops.mm=fp32", ["bf16", "bf16", "bf16"]),  # eager mode runs backward outside of autocast
+    ],
+)
+def test_backward_of_a_prepared_module_is_that_of_eager_mode(
+    setting: str, line: str, formats: list[str]
+) -> None:
+    """Whatever torch is told of autocast in backward. By torch's default, a region in fp32 has a backward in bf16."""
+    eager, model = Net(), Net()
+    with castwise.Amp(line, device="cpu") as plain, castwise.Amp(line, device="cpu") as amp:
+        plain.prepare(eager)
+        amp.prepare(model)
+        eager(X).sum().backward()
+        for _ in range(2):  # what was compiled is forgotten in between, and castwise's callbacks with it
+            torch._dynamo.reset()
+            model.zero_grad()
+            with torch._functorch.config.patch(backward_pass_autocast=setting):
+                got = _backward_of(lambda compile, backend: compile(model, backend=backend), X)
+                assert torch._functorch.config.backward_pass_autocast == setting
+            assert got == [get_format(name).dtype for name in formats]
+            for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_backward_of_a_block_is_as_torch_is_told(setting: str) -> None:
+    model = Net()
+    block = castwise.autocast("bf16-mixed+ops.mm=fp32", device_type="cpu")
+
+    def run(compile: Any, backend: Any) -> Any:
+        compiled = compile(model, backend=backend)
+
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            with block:
+                return compiled(x)
+
+        return inside
+
+    with torch._functorch.config.patch(backward_pass_autocast=setting):
+        got = _backward_of(run, X)
+    assert got == [torch.bfloat16 if setting == "off" else torch.float32] * 3
 
 
 @pytest.mark.inductor

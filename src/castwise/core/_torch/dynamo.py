@@ -329,6 +329,28 @@ def keep_compile_callbacks(start: Callable[[Any], None], end: Callable[[Any], No
         callback_handler.register_end_callback(end)
 
 
+_backward_pass_autocast = ""
+"""torch's setting before :func:`trace_backward_without_autocast` changed it, or an empty text if it did not."""
+
+
+def trace_backward_without_autocast(on: bool) -> None:
+    """Make AOTAutograd trace backward without the autocast of the forward, as backward runs in eager mode.
+
+    By default torch traces backward under the forward's autocast. A part of the forward that turns autocast off, such as a
+    region in fp32, then has a backward in the low format (pytorch issue 179804).
+
+    Args:
+        on: False undoes the change. A setting that is not torch's default ``"same_as_forward"`` is left alone.
+    """
+    global _backward_pass_autocast
+    import torch._functorch.config as config
+
+    if on and config.backward_pass_autocast == "same_as_forward":
+        _backward_pass_autocast, config.backward_pass_autocast = "same_as_forward", "off"
+    elif not on and _backward_pass_autocast:
+        _backward_pass_autocast, config.backward_pass_autocast = "", "same_as_forward"
+
+
 _compiled, _compiled_s, _compiling_since = 0, 0.0, 0.0
 
 

@@ -109,7 +109,7 @@ class _Thread(threading.local):
 thread = _Thread()
 
 watch_compilations: Callable[[], None] | None = None
-"""A function to call when a :class:`Frame` is activated that torch.compile must distinguish from others.
+"""A function to call when a :class:`Frame` is activated of which torch.compile must know.
 
 The module ``tracing`` sets it once Dynamo is loaded."""
 
@@ -175,8 +175,8 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
             state.weights = {}
         if frame.code or (before is not None and before.code):
             _torch.dynamo.set_guard_code(frame.code)
-            if watch_compilations is not None:
-                watch_compilations()
+        if (scope or frame.code) and watch_compilations is not None:
+            watch_compilations()
     except BaseException:
         pop()
         raise
@@ -311,6 +311,15 @@ ambient: dict[str, Frame] = {}
 The thread that entered such a frame also has it on its stack. Other threads find the frame here if torch has passed them
 only the autocast state. This happens in replicas of DataParallel, and when a device's thread recomputes a checkpointed
 forward."""
+
+
+def only_modules() -> bool:
+    """Whether each :func:`push` on this thread was made by a module's hook, outside of any autocast block.
+
+    The backward of such a forward runs without autocast in eager mode, unless a user's block encloses it as well.
+    """
+    saved = thread.state.saved
+    return bool(saved) and not saved[0][2] and all(isinstance(entry[8], FrameType) for entry in saved)
 
 
 def depth() -> int:

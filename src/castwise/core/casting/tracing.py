@@ -83,8 +83,12 @@ trace_leases: list[Any] = []
 They are needed until its graph has been traced."""
 
 
-def _tag_caches(_: object) -> None:
-    """Add the key of the active :class:`Frame` to the key of the compile caches on disk, if the frame has overrides."""
+def _start_trace(_: object) -> None:
+    """Add the key of the active :class:`Frame` to the key of the compile caches on disk, if the frame has overrides.
+
+    In the forward of prepared modules, backward is traced without autocast.
+    """
+    _torch.dynamo.trace_backward_without_autocast(frames.only_modules())
     frame = frames.thread.state.frame
     user = str(config.cache_key_tag).split("|castwise:")[0]
     config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
@@ -92,10 +96,11 @@ def _tag_caches(_: object) -> None:
 
 def _end_trace(_: object) -> None:
     trace_leases.clear()
+    _torch.dynamo.trace_backward_without_autocast(False)
 
 
 def _watch_compilations() -> None:
-    _torch.dynamo.keep_compile_callbacks(_tag_caches, _end_trace)
+    _torch.dynamo.keep_compile_callbacks(_start_trace, _end_trace)
 
 
 _BETWEEN_GRAPHS = tuple(

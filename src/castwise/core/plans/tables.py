@@ -1,6 +1,6 @@
 """List the rules of operators as data: those of torch.autocast for each device, and those of Apex's O1.
 
-Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp in PyTorch 2.11 to 2.13; apex/amp/lists at
+Source: aten/src/ATen/autocast_mode.h and autocast_mode.cpp in PyTorch 2.11 to 2.15; apex/amp/lists at
 NVIDIA/apex e13873de. The tests compare each native table with the kernels that the installed torch has
 registered and with what those kernels do to their inputs.
 """
@@ -112,6 +112,7 @@ CUDA: Final = (
         poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss""",
     ),
     Group("fp32", _DISTANCE, "cdist dist pdist"),
+    Group("fp32", _LINALG, "linalg_matrix_sqrth"),
     *_UPSAMPLE,
     Group(
         "widest",

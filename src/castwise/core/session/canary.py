@@ -21,7 +21,7 @@ from castwise.core.plans import rules
 from castwise.core.plans.plan import Plan
 from castwise.core.scaler import GradScaler
 
-TESTED = ("2.11", "2.13")
+TESTED = ("2.11", "2.13", "2.14", "2.15")
 """The releases of torch with which castwise was tested.
 
 The whole test suite passed on 2.13. On 2.11, tests passed for most features that the checks in this module cover.
