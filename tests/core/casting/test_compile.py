@@ -201,6 +201,15 @@ def test_backward_of_a_block_is_as_torch_is_told(setting: str) -> None:
     assert got == [torch.bfloat16 if setting == "off" else torch.float32] * 3
 
 
+def _cached_in(folder: Path) -> dict[str, str]:
+    """The environment in which Inductor keeps its caches in a folder."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        # without vector instructions and precompiled headers, which a new folder would first be filled with
+        "TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }  # fmt: skip
+
+
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_second_process_on_the_same_cache_is_not_affected(
@@ -237,12 +246,7 @@ def test_second_process_on_the_same_cache_is_not_affected(
                 os._exit(0)
             os.wait()
     """
-    env = {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # without vector instructions and precompiled headers, which a new folder would first be filled with
-        "TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-    }  # fmt: skip
-    for name, value in env.items():
+    for name, value in _cached_in(tmp_path).items():
         monkeypatch.setenv(name, value)
     assert run_python(textwrap.dedent(code), tmp_path).splitlines() == [
         "plan torch.float32 0 True",
@@ -251,6 +255,55 @@ def test_second_process_on_the_same_cache_is_not_affected(
         "plan torch.float32 1 True",  # the cache does work, for the same plan
         "plain torch.bfloat16 1 False",
     ]
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_trainings_by_two_plans_in_processes_with_one_cache_are_each_plans_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled graphs are stored with autocast on disk; the key of a graph holds the plan, and forward and backward are its."""
+    code = """
+        import hashlib, os, sys, traceback
+        import torch, torch._inductor.compile_fx
+        def digest(tensors):
+            return hashlib.sha256(b"".join(t.detach().float().numpy().tobytes() for t in tensors)).hexdigest()[:12]
+        class Net(torch.nn.Sequential):  # torch's own classes are compiled hooks and all, and not stored then
+            def forward(self, x):
+                return self[1](self[0](x))
+        def run(line):
+            import castwise
+            torch.manual_seed(0)
+            model = Net(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            found = []
+            with castwise.Amp(line + "+output=as_is", device="cpu") as amp:
+                amp.prepare(model)
+                for module in (model, torch.compile(model)):
+                    model.zero_grad()
+                    out = module(torch.linspace(-1, 1, 64).reshape(8, 8))
+                    out.float().pow(2).sum().backward()
+                    found.append(digest([out, model[0].weight.grad, model[1].weight.grad]))
+            counts = torch._dynamo.utils.counters["aot_autograd"]
+            print(line, found[0], found[0] == found[1], counts["autograd_cache_hit"], counts["autograd_cache_saved"])
+        lines = "bf16-mixed", "bf16-mixed+ops.linear=fp32", "fp16-mixed", "bf16-mixed+regions.1=fp32"
+        for line in (*lines, *lines[::-1]):
+            if os.fork() == 0:
+                try:
+                    run(line)
+                except BaseException:
+                    traceback.print_exc()
+                sys.stdout.flush()
+                os._exit(0)
+            os.wait()
+    """
+    for name, value in _cached_in(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    said = [line.split() for line in run_python(textwrap.dedent(code), tmp_path).splitlines()]
+    assert len(said) == 8
+    assert len({digest for _, digest, *_ in said}) == 4  # the plans differ in what they compute
+    assert all(same == "True" for _, _, same, *_ in said)  # compiled as in eager mode
+    stored = [line[3:] for line in said if "regions" not in line[0]]  # torch stores no graph with castwise's calls in it
+    assert stored == [["0", "1"]] * 3 + [["1", "0"]] * 3
 
 
 def test_a_failed_trace_leaves_no_state() -> None:
