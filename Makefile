@@ -1,8 +1,10 @@
 # Needs Python >= 3.11, gcc and make. Everything is installed into .venv; nothing outside this folder is touched.
+# Another torch gets an environment of its own: `make test TORCH=2.14.1` installs into .venv-2.14.1 what pip serves.
 PYTHON ?= python3
-TORCH := torch==2.13.0
-BIN := .venv/bin
-STAMP := .venv/.ready
+TORCH := 2.13.0
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-$(TORCH))
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test lint docs bench soak gpu gpu-test gpu-bench-core gpu-bench-tune changelog clean
@@ -67,12 +69,12 @@ package: $(STAMP)
 
 # torch goes first and by itself: any other request for it would bring another build.
 $(STAMP): pyproject.toml constraints.txt Makefile
-	@echo 'Installing $(TORCH) and the development tools into .venv; this takes some minutes the first time.'
+	@echo 'Installing torch $(TORCH) and the development tools into $(VENV); this takes some minutes the first time.'
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "castwise needs Python >= 3.11, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(PIP) $(TORCH)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(PIP) torch==$(TORCH)
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf .venv runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -19,7 +19,7 @@ from tests.soak import each_value, every, pairs
 
 pytestmark = [
     # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 NAMES = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]

@@ -25,7 +25,7 @@ from tests.soak import each_value, pairs
 
 pytestmark = [
     # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
@@ -302,7 +302,9 @@ def test_trainings_by_two_plans_in_processes_with_one_cache_are_each_plans_own(
     assert len(said) == 8
     assert len({digest for _, digest, *_ in said}) == 4  # the plans differ in what they compute
     assert all(same == "True" for _, _, same, *_ in said)  # compiled as in eager mode
-    stored = [line[3:] for line in said if "regions" not in line[0]]  # torch stores no graph with castwise's calls in it
+    stored = [
+        line[3:] for line in said if "regions" not in line[0]
+    ]  # torch stores no graph with castwise's calls in it
     assert stored == [["0", "1"]] * 3 + [["1", "0"]] * 3
 
 

@@ -136,7 +136,7 @@ def test_a_session_keeps_no_masters_of_models_that_are_gone() -> None:
     amp.close()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_script_modules_take_no_hooks_and_are_passed_over() -> None:
     """Their parameters get masters as others do."""
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))

@@ -275,7 +275,7 @@ def test_learning_rate_schedules_and_group_options_act_on_masters() -> None:
 
 # torch's own compiler still uses torch.jit, which it calls deprecated.
 @every(2)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", [c[2] for c in CASES[1:10:2]], ids=[c[0] for c in CASES[1:10:2]])
 def test_compiled_step_equals_eager(make: Make) -> None:
     """``torch.compile(optimizer.step)`` sees the gradients and leaves none behind."""
@@ -303,7 +303,7 @@ def test_compiled_step_equals_eager(make: Make) -> None:
 
 
 # torch's own compiler still uses torch.jit, which it calls deprecated.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compiled_model_trains_like_the_eager_one() -> None:
     """Gradients of a compiled backward arrive in fp32 on the parameter, too."""
     results = []

@@ -212,7 +212,10 @@ def test_rows_for_low_weights_leave_those_of_the_table(base: str, device_type: s
     assert all(op not in table or table[op].rule == "as_is" for op in extra)
     assert "matrix_exp" in extra
     if base == "none":
-        assert {op for group in tables.STORED_LOW for op in group.ops.split()} == extra.keys()
+        listed = {op for group in tables.STORED_LOW for op in group.ops.split()}
+        assert {
+            op for op in listed if hasattr(torch.ops.aten, op)
+        } == extra.keys()  # torch 2.14 has removed some
 
 
 # --- operators without low kernels -----------------------------------------------------------------------------------

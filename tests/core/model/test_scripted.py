@@ -16,7 +16,7 @@ from castwise.core.casting import kernels
 from castwise.errors import PatternError, StateError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),  # torch's own, of BatchNorm
 ]
 KINDS = ("scripted", "traced")

@@ -274,7 +274,7 @@ def test_a_floor_is_watched_on_a_gpu(fused: bool) -> None:
 
 
 # Dynamo itself looks at .grad of the input of a resumed frame, and Inductor still uses torch.jit.
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_loop_with_a_fused_optimizer() -> None:
     def run(compiled: bool) -> list[float]:

@@ -21,7 +21,6 @@ import castwise
 from castwise import Plan
 from castwise.commands.jobs.bench import bench
 from castwise.commands.jobs.train import train
-from castwise.core import _torch
 from castwise.core.casting import frames
 from castwise.errors import StateError
 from castwise.lab.timing import timing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,9 +15,29 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from castwise.core._torch.hooks import around_function
+from castwise.core._torch.operators import unobserved
 
 _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """Attributes by which a GradScaler and a step treat an optimizer as fused. torch sets the second one during a step."""
+
+
+@functools.cache
+def fused_sgd_updates_low() -> bool:
+    """Whether torch's fused SGD on a CPU updates parameters in bf16 and fp16.
+
+    Before torch 2.14 it silently leaves most elements unchanged.
+    """
+    with unobserved(), torch.no_grad():
+        for dtype, momentum in itertools.product((torch.bfloat16, torch.float16), (0.0, 0.5)):
+            parameter = torch.ones(100, dtype=dtype, device="cpu")
+            buffers = [torch.zeros_like(parameter)] if momentum else []
+            torch._fused_sgd_(
+                [parameter], [torch.ones_like(parameter)], buffers, weight_decay=0.0, momentum=momentum, lr=0.5,
+                dampening=0.0, nesterov=False, maximize=False, is_first_step=True,
+            )  # fmt: skip
+            if not (parameter == 0.5).all():
+                return False
+    return True
 
 
 def treat_as(made: type, kind: type) -> None:

@@ -80,9 +80,11 @@ def check_fused(optimizer: Optimizer) -> None:
 def fuses_low(optimizer: Optimizer, device_type: str) -> bool:
     """Whether the fused kernel of an optimizer updates parameters that are stored in bf16 or fp16 correctly.
 
-    torch's fused SGD on a CPU silently leaves most elements of such parameters unchanged.
+    Before torch 2.14, fused SGD on a CPU silently leaves most elements of such parameters unchanged.
     """
-    return not (isinstance(optimizer, SGD) and device_type == "cpu")
+    return (
+        not (isinstance(optimizer, SGD) and device_type == "cpu") or _torch.optimizers.fused_sgd_updates_low()
+    )
 
 
 def check_updates(optimizer: Optimizer) -> None:
