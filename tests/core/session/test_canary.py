@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,11 @@ def said() -> list[str]:
 def test_nothing_is_said_where_the_suite_has_passed() -> None:
     assert ".".join(torch.__version__.split(".")[:2]) in canary.TESTED
     assert said() == []
+
+
+def test_the_table_of_the_docs_has_the_releases_that_were_tested() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "install.md").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^\| (\d\.\d+) \|", page, re.MULTILINE)) == canary.TESTED
 
 
 def test_another_release_is_told_once_that_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
