@@ -123,7 +123,7 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
         self._limits = limits
         # Torch's kernel updates the scale (except for floor and ceiling), unless there is hysteresis or the scale is constant.
         self._by_torch = dynamic and hysteresis == 1
-        self._overridden = type(self).unscale_ is not torch.amp.GradScaler.unscale_
+        self._overridden = type(self).unscale_ is not GradScaler.unscale_
         self.param_names: Callable[[], Mapping[int, str]] | None = None
         # Given by a Window, which calls update() only when the next backward begins: whether that update is due, so that
         # users who ask for the scale get the one after it.

@@ -314,7 +314,7 @@ class _Comparing:
         no choices. If the loss fails with replaced values, the choices compared until then are returned.
         """
         format = lowest_format(self._second)
-        if format is None or not any(made.is_choice for made in chosen.tape):
+        if format is None or not chosen.chose:
             return ()
         changes = Changes(chosen.tape, format)
         try:

@@ -344,7 +344,7 @@ class Prober:
         changes: list[Changes] = []
         format = lowest_format(plan)
         for index, micro in enumerate(self.micros[:CHOOSING]):
-            if format is not None and micro.choices.tape:
+            if format is not None and micro.choices.chose:
                 changes.append(Changes(micro.choices.tape, format))
                 self.observe(plan, [index], changes[-1])
         return changed_choices(changes)

@@ -168,6 +168,11 @@ class Choices(Observer):
     def __init__(self) -> None:
         self.tape: list[_Made] = []
 
+    @property
+    def chose(self) -> bool:
+        """Whether the last pass made a choice."""
+        return any(made.is_choice for made in self.tape)
+
     def around(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
         """Clear what the previous pass of the model left, and observe the next."""
         self.tape = []
