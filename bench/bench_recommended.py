@@ -1,10 +1,11 @@
 """Every recommendation trained to its end beside fp32: is any of them worse?
 
 Each built-in workload and each architecture of transformers is searched under each goal (``time``, ``memory``, and ``numerics`` in
-bf16), and the plan that is recommended is trained once beside fp32 from the same weights on the same batches. ``worse_by`` is how
-much higher its mean loss of the last fifth is, as a share of what fp32's loss falls; ``standard_error`` is that of that over
-the steps. A recommendation is ``worse`` if that is above the margin of training runs (``castwise.lab.search.pairs.MARGIN``) by more
-than two standard errors. Runs have ``--steps`` steps, fewer where these would take more than ``--longest`` seconds.
+bf16), and the plan that is recommended is trained beside fp32 from the same weights on the same batches, with several seeds: runs
+of one seed part by chance, on ``gpt`` by some 3 %. ``worse_by`` is how much higher its mean loss of the last fifth is, as a share
+of what fp32's loss falls, in the mean over seeds; ``standard_error`` is that of that. A recommendation is ``worse`` if that is
+above the margin of training runs (``castwise.lab.search.pairs.MARGIN``) by more than two standard errors, or if a loss is not
+finite. Runs have ``--steps`` steps, fewer where these would take more than ``--longest`` seconds.
 """
 
 from __future__ import annotations
@@ -27,11 +28,20 @@ from castwise.lab.workloads.workload import find_workload
 from common import RESULTS, arguments, store
 
 GOALS = ("time", "memory", "numerics")
+SEEDS = 4
 
 
-def losses(workload: Workload, plan: Plan, device: torch.device, steps: int, longest_s: float) -> list[float]:
-    """The losses of a training run; shorter if it would take too long."""
-    run = TrainingRun(workload, plan, device)
+def losses(
+    workload: Workload, plan: Plan, device: torch.device, steps: int, longest_s: float
+) -> list[list[float]]:
+    """The losses of a training run per seed; shorter if it would take too long."""
+    return [_losses(workload, plan, device, seed, steps, longest_s) for seed in range(SEEDS)]
+
+
+def _losses(
+    workload: Workload, plan: Plan, device: torch.device, seed: int, steps: int, longest_s: float
+) -> list[float]:
+    run = TrainingRun(workload, plan, device, seed)
     try:
         run.block(2)
         start = time.perf_counter()
@@ -39,23 +49,29 @@ def losses(workload: Workload, plan: Plan, device: torch.device, steps: int, lon
         a_step_s = (time.perf_counter() - start) / 3
         run.block(max(0, min(steps, int(longest_s / a_step_s)) - 5))
     except castwise.CastwiseError:
-        return [*run.losses, math.nan]
+        return [*run.losses, math.nan]  # it diverged, so the last loss of the shorter run counts
     finally:
         run.close()
     return list(run.losses)
 
 
-def judged(mine: list[float], fp32: list[float]) -> dict[str, Any]:
+def judged(mine: list[list[float]], fp32: list[list[float]]) -> dict[str, Any]:
     """How a plan trained beside fp32."""
+    shares = [share(*pair) for pair in zip(mine, fp32, strict=True)]
+    steps = min(map(len, mine + fp32))
+    if not all(map(math.isfinite, shares)):
+        return {"steps": steps, "by_seed": [], "worse_by": None, "standard_error": None, "worse": True}
+    mean, error = statistics.fmean(shares), statistics.stdev(shares) / math.sqrt(SEEDS)
+    worse = mean - 2.0 * error > MARGIN
+    return {"steps": steps, "by_seed": shares, "worse_by": mean, "standard_error": error, "worse": worse}
+
+
+def share(mine: list[float], fp32: list[float]) -> float:
+    """How much higher a plan's mean loss of the last fifth is, as a share of what fp32's loss falls; NaN if one is not finite."""
     steps = min(len(mine), len(fp32))
-    if not all(map(math.isfinite, mine[:steps])):
-        return {"steps": steps, "worse_by": None, "standard_error": None, "worse": True}
-    last = max(2, steps // 5)
-    pairs = list(zip(mine[steps - last : steps], fp32[steps - last : steps], strict=True))
-    fall = max(fp32[0] - statistics.fmean(b for _, b in pairs), 1e-12)
-    shares = [(a - b) / fall for a, b in pairs]
-    mean, error = statistics.fmean(shares), statistics.stdev(shares) / math.sqrt(last)
-    return {"steps": steps, "worse_by": mean, "standard_error": error, "worse": mean - 2.0 * error > MARGIN}
+    last = slice(steps - max(1, steps // 5), steps)
+    end = statistics.fmean(fp32[last])
+    return (statistics.fmean(mine[last]) - end) / max(fp32[0] - end, 1e-12)
 
 
 def main() -> None:
@@ -75,7 +91,7 @@ def main() -> None:
     for name, job in jobs.items():
         if only and name not in only:
             continue
-        base: list[float] = []
+        base: list[list[float]] = []
         for goal in options.goal or GOALS:
             formats = {"formats": ("bf16",)} if goal == "numerics" else {}
             found = castwise.tune(
