@@ -182,6 +182,24 @@ def test_backward_of_a_prepared_module_is_that_of_eager_mode(
                 assert torch.equal(one.grad, other.grad)
 
 
+def test_backward_of_a_region_is_fp32_after_a_call_inside_a_block_of_the_user() -> None:
+    """The graph of that call is used again outside of the block."""
+    eager, model = Net(), Net()
+    line = "bf16-mixed+regions.b=fp32"
+    with castwise.Amp(line, device="cpu") as plain, castwise.Amp(line, device="cpu") as amp:
+        plain.prepare(eager)
+        amp.prepare(model)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager")
+        for one in (eager, compiled):
+            with torch.autocast("cpu", torch.bfloat16):
+                inside = one(X)
+            inside.sum().backward()
+            one(X).sum().backward()
+        for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_backward_of_a_block_is_as_torch_is_told(setting: str) -> None:
     model = Net()

@@ -208,6 +208,33 @@ def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> N
                 other()
 
 
+def test_a_model_that_is_passed_by_in_one_of_five_turns_is_noticed() -> None:
+    """The looks that are left out are not always those of the same turn."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
+    amp.prepare(model, optimizer)
+    other = by_castwise("bf16-mixed", Beside, 2)
+    x = torch.ones(2)
+
+    def step(called: bool) -> None:
+        amp.backward((model(x) if called else model.forward(x)).sum())
+        amp.step(optimizer)
+        optimizer.zero_grad()
+
+    for _ in range(10):
+        step(called=True)
+    for _ in range(300):
+        other()
+
+    def turns() -> None:
+        for turn in range(1000):
+            step(called=False) if turn % 5 == 0 else other()
+
+    with pytest.warns(UserWarning, match="was not called"):
+        turns()
+
+
 def test_the_guard_calls_few_functions() -> None:
     """A step that checks its gradients, beside one that does not: every call shows where a step takes 0.2 ms."""
     counts = []

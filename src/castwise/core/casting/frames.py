@@ -314,12 +314,12 @@ forward."""
 
 
 def only_modules() -> bool:
-    """Whether each :func:`push` on this thread was made by a module's hook, outside of any autocast block.
+    """Whether each :func:`push` on this thread was made by a module's hook.
 
     The backward of such a forward runs without autocast in eager mode, unless a user's block encloses it as well.
     """
     saved = thread.state.saved
-    return bool(saved) and not saved[0][2] and all(isinstance(entry[8], FrameType) for entry in saved)
+    return bool(saved) and all(isinstance(entry[8], FrameType) for entry in saved)
 
 
 def depth() -> int:

@@ -15,6 +15,7 @@ not called is checked, and a bypass is a warning.
 
 from __future__ import annotations
 
+import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from castwise.core.model.resolve import Resolution
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.errors import StateError
 
+_chance = random.Random(0)
 _LOOKS = 64
 """The number of backward passes after which a model is no longer checked if nothing was found.
 
@@ -56,7 +58,7 @@ class _Watched:
         looks: Number of backward passes still to check.
         say: A function to call with the message instead of raising an error, or None.
         calls: Number of calls in training at the last backward, once calls are known to run under the plan.
-        idle: Number of backward passes to leave out after the next one that does not reach its parameters.
+        idle: Largest number of backward passes to leave out after the last one, which did not reach its parameters.
         left_out: Number of backward passes still to leave out.
     """
 
@@ -308,10 +310,10 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int], uncalled: Sequence
             }
             nodes = [node for key in reached for node in uses[key]]
             attentive = reached or watched.misses or not known
-            watched.idle = (
-                0 if attentive else min(2 * watched.idle + 2, _LOOKS)
-            )  # even: not always the same turn
-            watched.left_out = watched.idle
+            watched.idle = 0 if attentive else min(2 * watched.idle + 2, _LOOKS)
+            watched.left_out = _chance.randint(
+                0, watched.idle
+            )  # a fixed number could always pass by the same turn
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
                 if watched.is_called(nodes) and watched.model() is not None:
                     watched.misses = 0
