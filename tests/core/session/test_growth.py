@@ -16,6 +16,7 @@ from torch import nn
 
 import castwise
 from castwise.core import _torch
+from castwise.core.session import undo
 from tests.here import DEVICE
 
 Step = Callable[[], object]
@@ -169,6 +170,31 @@ def test_no_garbage_is_collected_while_a_model_is_prepared_or_closed() -> None:
         gc.callbacks.remove(note)
     assert not begun
     assert gc.isenabled()
+
+
+def test_closing_turns_the_collector_on_after_an_interrupt_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever it came, and off it stays where it was off before."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    model = nn.Linear(2, 2)
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(undo, "_resume_collector", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            amp.prepare(model)
+    amp.close()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        amp.prepare(model)
+        amp.close()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_second_trained_model_does_not_cost_a_walk_through_the_graph_at_every_step(

@@ -11,6 +11,23 @@ from typing import Any
 
 import torch
 
+_paused: list[bool] = []
+"""An entry if the garbage collector was on before :func:`_pause_collector`."""
+
+
+def _pause_collector() -> None:
+    if gc.isenabled():
+        _paused.append(
+            True
+        )  # first, so that the next call of _resume_collector turns it on even after an interrupt
+        gc.disable()
+
+
+def _resume_collector() -> None:
+    if _paused:
+        gc.enable()
+        _paused.clear()
+
 
 class UndoLog:
     """A list of functions, each of which undoes one change. They are called from the last to the first.
@@ -46,9 +63,9 @@ class UndoLog:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[UndoLog]:
         """Undo the changes that were recorded inside the ``with`` block if the block raises."""
-        mark, grad, collects = len(self._entries), torch.is_grad_enabled(), gc.isenabled()
+        mark, grad = len(self._entries), torch.is_grad_enabled()
         try:
-            gc.disable()
+            _pause_collector()
             yield self
             self.kept.clear()
         except BaseException as error:
@@ -59,18 +76,15 @@ class UndoLog:
                 error.add_note(f"Undoing the changes failed as well: {other!r}")
             raise
         finally:
-            if collects:
-                gc.enable()
+            _resume_collector()
 
     def close(self) -> None:
         """Undo all changes. If undoing one fails, the others are still undone, and the first error is raised at the end."""
-        collects = gc.isenabled()
         try:
-            gc.disable()
+            _pause_collector()
             self._undo(0)
         finally:
-            if collects:
-                gc.enable()
+            _resume_collector()
 
     def _undo(self, mark: int) -> None:
         failed: BaseException | None = None
