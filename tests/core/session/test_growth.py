@@ -217,30 +217,12 @@ def test_a_second_trained_model_does_not_cost_a_walk_through_the_graph_at_every_
     assert 4 < looks < 30
 
 
-def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> None:
-    """The looks that are left out for a model come back, 64 backward passes later at the latest."""
+def beside_another() -> tuple[Callable[[bool], None], Callable[[], None]]:
+    """A step of a prepared model, which is called or passed by, and a step of another model."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
-    other = by_castwise("bf16-mixed", Beside, 2)
-    x = torch.ones(2)
-    for called in (True, False):
-        with contextlib.nullcontext() if called else pytest.warns(UserWarning, match="was not called"):
-            for _ in range(100):
-                amp.backward((model(x) if called else model.forward(x)).sum())
-                amp.step(optimizer)
-                optimizer.zero_grad()
-                other()
-
-
-def test_a_model_that_is_passed_by_in_one_of_five_turns_is_noticed() -> None:
-    """The looks that are left out are not always those of the same turn."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    amp = castwise.Amp("bf16-mixed", device=DEVICE)
-    amp.prepare(model, optimizer)
-    other = by_castwise("bf16-mixed", Beside, 2)
     x = torch.ones(2)
 
     def step(called: bool) -> None:
@@ -248,14 +230,30 @@ def test_a_model_that_is_passed_by_in_one_of_five_turns_is_noticed() -> None:
         amp.step(optimizer)
         optimizer.zero_grad()
 
+    return step, by_castwise("bf16-mixed", Beside, 2)
+
+
+def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> None:
+    """The looks that are left out for a model come back, 64 backward passes later at the latest."""
+    step, other = beside_another()
+    for called in (True, False):
+        with contextlib.nullcontext() if called else pytest.warns(UserWarning, match="was not called"):
+            for _ in range(100):
+                step(called)
+                other()
+
+
+def test_a_model_that_is_passed_by_in_one_of_five_turns_is_noticed() -> None:
+    """The looks that are left out are not always those of the same turn."""
+    step, other = beside_another()
     for _ in range(10):
-        step(called=True)
+        step(True)
     for _ in range(300):
         other()
 
     def turns() -> None:
         for turn in range(1000):
-            step(called=False) if turn % 5 == 0 else other()
+            step(False) if turn % 5 == 0 else other()
 
     with pytest.warns(UserWarning, match="was not called"):
         turns()

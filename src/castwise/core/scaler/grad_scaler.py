@@ -461,8 +461,13 @@ class GradScaler(_torch.grad_scaler.OpenGradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, as :meth:`torch.amp.GradScaler.unscale_` does.
 
+        It also works on a device without fp64.
+
         Args:
-            optimizer: The optimizer.
+            optimizer: An optimizer whose gradients were computed since the last call of :meth:`update`.
+
+        Raises:
+            RuntimeError: The gradients were already unscaled, or the optimizer has stepped, since then.
         """
         scale = self._losses.current.scale
         if scale is None or has_fp64(scale.device):
