@@ -1,6 +1,6 @@
 """A part of the suite on the simulated accelerator, in a process of its own: autograd starts the threads of devices once.
 
-Ranks, which sometimes wait for each other without end there, are left to ``make test DEVICE=sim``.
+Ranks, which take as long as all the rest, are left to ``make test DEVICE=sim``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 from tests.device import sim
 
 _LIBRARY: list[torch.library.Library] = []
+_GROUPS: list[Any] = []
+"""Groups that were begun. One that is freed joins gloo's threads, and these may wait for the interpreter that frees it."""
 
 
 def _on_host(op: Any) -> Any:
@@ -58,3 +60,4 @@ def init(**options: Any) -> None:
     """Begin the default process group, as ``torch.distributed.init_process_group`` with the same options."""
     register()
     dist.init_process_group(f"cpu:gloo,{sim.NAME}:gloo", **options)
+    _GROUPS.append(dist.group.WORLD)
