@@ -151,6 +151,7 @@ def _module() -> types.ModuleType:
     accelerator = torch.accelerator
     module.is_available = lambda: True
     module.is_initialized = lambda: True
+    module._initialized = True  # torch.utils.checkpoint keeps a device's random state only then
     module._is_in_bad_fork = torch.ops.castwise_sim.is_in_bad_fork
     module._lazy_init = module.init = lambda: None
     module.device_count = lambda: COUNT

@@ -60,10 +60,13 @@ def test_operators_that_no_table_lists_are_named(monkeypatch: pytest.MonkeyPatch
     newer = (rules.Row("sqrth", "native", ""), rules.Row("another", "native", ""))
     monkeypatch.setattr(rules, "describe", lambda *asked: (*described(*asked), *newer))
     (message,) = said()
-    assert (
-        "The self-checks passed. Operators that castwise's tables do not list are cast as torch.autocast casts them: another, "
-        "sqrth. Use a torch release"
-    ) in message
+    named = re.search(
+        "The self-checks passed. Operators that castwise's tables do not list are cast as torch.autocast casts them: ([a-z, ]+). Use a torch "
+        "release",
+        message,
+    )
+    assert named
+    assert {"another", "sqrth"} <= set(named[1].split(", "))
 
 
 def nothing(*_: Any, **__: Any) -> Any:

@@ -186,7 +186,7 @@ def test_a_cast_there_and_back_is_said_where_bits_are_lost(plan: str, there: str
         warnings.simplefilter("always")
         {
             "to half": lambda: module.to(torch.float16).to(dtype),
-            "to device": lambda: module.to("cpu"),
+            "to device": lambda: module.to(DEVICE),
         }.get(there, lambda: getattr(module, there)().to(dtype))()
         step(amp, model, optimizer)
         module.to(dtype)

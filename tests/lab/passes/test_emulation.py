@@ -14,6 +14,8 @@ from castwise.lab.passes.observers import observed
 from tests.here import DEVICE
 from tests.soak import each_value
 
+pytestmark = pytest.mark.cpu  # it is CPUs' products that are emulated
+
 Inputs = tuple[Tensor, ...]
 
 

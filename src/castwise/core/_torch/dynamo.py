@@ -129,6 +129,13 @@ def mark_constant(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is tracing. torch's own function says so too, but Dynamo of torch 2.11 takes it to be always true."""
+    return torch.compiler.is_exporting()
+
+
+mark_constant(is_exporting)
+
 TRACES_IDENTITY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Whether this release's Dynamo can trace ``id`` and ``is`` of containers. torch 2.11's cannot."""
 

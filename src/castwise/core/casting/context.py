@@ -137,7 +137,7 @@ def _resolve_for_trace(
         parts = tuple(Region("*", compute=region) for region in regions if region is not None)
         plan = Plan(compute=compute, params="compute", regions=parts, rules=rules_, ops=ops)
     resolved, names = _resolve(plan, dtype, enabled, cache_enabled, device_type)
-    if names and torch.compiler.is_exporting():
+    if names and _torch.dynamo.is_exporting():
         _refuse_export()
     if names:
         # The override kernels are needed until the graph has been traced; then the graph holds their casts.
@@ -255,7 +255,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         return not kernels.registered(self.device)  # overrides of this instance are registered as well
 
     def __enter__(self) -> Self:
-        if torch.compiler.is_exporting():
+        if _torch.dynamo.is_exporting():
             if tracing.graph_frames[self._key].overrides or torch.compiler.is_dynamo_compiling():
                 _refuse_export()
             super().__enter__()  # type: ignore[no-untyped-call]  # torch's own method puts the block into the graph
@@ -266,7 +266,7 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if torch.compiler.is_exporting():
+        if _torch.dynamo.is_exporting():
             super().__exit__(*exception)
         elif torch.compiler.is_compiling():
             tracing.graph_pop()

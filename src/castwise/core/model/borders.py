@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling
 
 from castwise.core import _torch
 from castwise.core.casting import frames, kernels, tracing
@@ -154,7 +154,7 @@ class Border:
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Activate the precision settings, as a forward pre-hook of a module whose inputs need no cast."""
         if is_compiling():
-            if is_exporting() and self.frame.enabled:
+            if _torch.dynamo.is_exporting() and self.frame.enabled:
                 _refuse_export(type(module).__name__)
             tracing.graph_push(self.key)
         else:
@@ -178,7 +178,7 @@ class Border:
                 args, kwargs = map_arguments(_widened, args, kwargs)
             args, kwargs = map_arguments(floating_to(cast, self.cast_only), args, kwargs)
         if is_compiling():
-            if is_exporting() and self.frame.enabled:
+            if _torch.dynamo.is_exporting() and self.frame.enabled:
                 _refuse_export(type(module).__name__)
             tracing.graph_push(self.key)
             return args, kwargs
