@@ -129,6 +129,8 @@ def nothing_old_is_met() -> None:
 def no_leftovers() -> Iterator[None]:
     """No test leaves autocast on, or another default dtype behind, for the tests after it."""
     yield
-    on = [device for device in ("cpu", "cuda", DEVICE) if torch.is_autocast_enabled(device)]
+    on = [device for device in {"cpu", "cuda", DEVICE} if torch.is_autocast_enabled(device)]
+    for device in on:
+        torch.set_autocast_enabled(device, False)
     assert not on, f"autocast is still on for {on} after the test"
     assert torch.get_default_dtype() is torch.float32

@@ -13,6 +13,9 @@ from tests.device import sim
 DEVICE = os.environ.get("CASTWISE_TEST_DEVICE", "cpu")
 """The type of the device that models, data and sessions are on."""
 
+FP32_MATMUL = {"cpu": "bf16", "cuda": "tf32"}.get(DEVICE, "ieee")
+"""How the device can compute fp32 products other than torch does by itself, if it can."""
+
 if DEVICE == sim.NAME:
     try:
         sim.register()
@@ -25,8 +28,10 @@ if DEVICE != "cpu":
 
 def until_known(step: Callable[[], object], fused: bool = True) -> None:
     """Step, and on a device that decides itself as often again as the host may need to hear of the first."""
-    for _ in range(3 if fused and DEVICE != "cpu" else 1):
+    for _ in range(6 if fused and DEVICE != "cpu" else 1):
         step()
+        if fused and DEVICE != "cpu":
+            torch.accelerator.synchronize()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ its own; in a soak (`CASTWISE_SOAK=1`) all of them under all.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import warnings
@@ -296,6 +297,16 @@ def attempt(run: Callable[[], _R]) -> tuple[_R | None, BaseException | None]:
         return None, error
 
 
+def sums_in_any_order(recipe: Recipe, plan: castwise.Plan) -> bool:
+    """Whether the device's own kernels give other bits from run to run, as atomic additions do."""
+    first, *others = (by_hand(recipe, plan) for _ in range(8))
+    with contextlib.suppress(AssertionError):
+        for other in others:
+            check_equal(other, first)
+        return False
+    return True
+
+
 def check(recipe: Recipe, name: str) -> None:
     """One case, eager."""
     plan = plan_of(name)
@@ -314,8 +325,13 @@ def check(recipe: Recipe, name: str) -> None:
         return
     assert got is not None
     if has_equal and want is not None:
-        check_equal(got, want)
-        return
+        try:
+            check_equal(got, want)
+        except AssertionError:
+            if DEVICE == "cpu" or not sums_in_any_order(recipe, plan):
+                raise
+        else:
+            return
     broken: set[str] = set()
     if (
         plan.rules != "apex"

@@ -25,7 +25,7 @@ from castwise.core.casting import frames
 from castwise.core.masters import without_masters
 from castwise.core.session import Amp
 from castwise.errors import CastwiseError
-from tests.here import DEVICE
+from tests.here import DEVICE, FP32_MATMUL
 from tests.lifecycle.kinds import KINDS, LLAMA, optimizers
 from tests.lifecycle.photograph import bits, differences, of_model, of_optimizers, of_process
 from tests.lifecycle.twin import Twin, can_follow, load_state
@@ -214,8 +214,9 @@ class Life:
             )
             given.append(stubborn)
         elif how == "conflict":
-            other = Amp("fp32+fp32_matmul=bf16", device=DEVICE)
+            other = Amp(f"fp32+fp32_matmul={FP32_MATMUL}", device=DEVICE)
             other.prepare(nn.Linear(1, 1))
+            must = FP32_MATMUL != "ieee"  # which is how other plans compute them too
         extra = [o for o in given[len(self.optimizers) :] if hasattr(o, "_optimizer_step_pre_hooks")]
         watched = [*self.optimizers, *extra]
         before = {**self._whole(), **of_optimizers(watched)}

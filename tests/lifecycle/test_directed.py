@@ -132,6 +132,7 @@ def test_what_a_collected_amp_claimed_is_free() -> None:
     check(before, of_process(), "an Amp that was collected unclosed")
 
 
+@pytest.mark.cpu  # the mesh is one of CPUs
 def test_close_gives_dtensors_back() -> None:
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -20,7 +20,7 @@ from castwise.core.casting import kernels
 from castwise.core.casting.context import override_rows
 from castwise.core.session.process import Claim, _claimed
 from tests.core.masters.test_undo import Interrupts, interrupted
-from tests.here import DEVICE
+from tests.here import DEVICE, FP32_MATMUL
 from tests.soak import each_value
 
 PLAN = Plan.parse("bf16-mixed+fp32_matmul=ieee+fp32_conv=ieee+ops.exp=fp32")
@@ -136,7 +136,7 @@ def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch
             del layer, amp
             gc.collect()
         reached = tracer.left <= 0
-        after = Amp("bf16-mixed+fp32_matmul=bf16+ops.exp=fp32", device=DEVICE)
+        after = Amp(f"bf16-mixed+fp32_matmul={FP32_MATMUL}+ops.exp=fp32", device=DEVICE)
         layer = nn.Linear(4, 4)
         after.prepare(layer)
         with after.autocast():

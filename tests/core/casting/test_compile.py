@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
-P = Plan(compute="bf16", ops={"exp": "fp32"})
+P = Plan(compute="bf16", ops={"sigmoid": "fp32"})
 Q = Plan(compute="bf16")
 
 
@@ -43,7 +43,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def function(x: torch.Tensor) -> torch.Tensor:
-    return torch.exp(torch.nn.functional.linear(x, x))
+    return torch.sigmoid(torch.nn.functional.linear(x, x))
 
 
 class Net(nn.Module):
@@ -56,10 +56,10 @@ class Net(nn.Module):
         self.graph_break = graph_break
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.exp(self.a(x))
+        y = torch.sigmoid(self.a(x))
         if self.graph_break:
             torch._dynamo.graph_break()
-        return torch.exp(self.b(y))
+        return torch.sigmoid(self.b(y))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
@@ -78,9 +78,9 @@ def test_each_plan_gives_its_own_result_on_one_compiled_function(backend: str) -
 def test_region_inside_a_compiled_function() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def inside(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        with castwise.autocast("bf16-mixed+ops.exp=fp32", device_type=DEVICE):
+        with castwise.autocast("bf16-mixed+ops.sigmoid=fp32", device_type=DEVICE):
             y = x @ x
-            z = torch.exp(y)
+            z = torch.sigmoid(y)
         return y, z, x @ x
 
     assert [t.dtype for t in inside(X)] == [torch.bfloat16, torch.float32, torch.float32]
@@ -90,7 +90,7 @@ PLANS = {
     "native": Plan(compute="bf16"),
     "override": P,
     "region": Plan(compute="bf16", regions={"b": "fp32"}),
-    "region+override": Plan(compute="bf16", regions={"b": "fp16"}, ops={"exp": "fp32"}),
+    "region+override": Plan(compute="bf16", regions={"b": "fp16"}, ops={"sigmoid": "fp32"}),
     "stored low": Plan(compute="bf16", params="compute", master="none", rules="none"),
 }
 
@@ -167,7 +167,7 @@ def test_backward_of_a_prepared_module_is_that_of_eager_mode(
 ) -> None:
     """Whatever torch is told of autocast in backward. By torch's default, a region in fp32 has a backward in bf16."""
     eager, model = Net(), Net()
-    with castwise.Amp(line, device="cpu") as plain, castwise.Amp(line, device="cpu") as amp:
+    with castwise.Amp(line, device=DEVICE) as plain, castwise.Amp(line, device=DEVICE) as amp:
         plain.prepare(eager)
         amp.prepare(model)
         eager(X).sum().backward()
@@ -186,13 +186,13 @@ def test_backward_of_a_region_is_fp32_after_a_call_inside_a_block_of_the_user() 
     """The graph of that call is used again outside of the block."""
     eager, model = Net(), Net()
     line = "bf16-mixed+regions.b=fp32"
-    with castwise.Amp(line, device="cpu") as plain, castwise.Amp(line, device="cpu") as amp:
+    with castwise.Amp(line, device=DEVICE) as plain, castwise.Amp(line, device=DEVICE) as amp:
         plain.prepare(eager)
         amp.prepare(model)
         torch._dynamo.reset()
         compiled = torch.compile(model, backend="aot_eager")
         for one in (eager, compiled):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 inside = one(X)
             inside.sum().backward()
             one(X).sum().backward()
@@ -203,7 +203,7 @@ def test_backward_of_a_region_is_fp32_after_a_call_inside_a_block_of_the_user() 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_backward_of_a_block_is_as_torch_is_told(setting: str) -> None:
     model = Net()
-    block = castwise.autocast("bf16-mixed+ops.mm=fp32", device_type="cpu")
+    block = castwise.autocast("bf16-mixed+ops.mm=fp32", device_type=DEVICE)
 
     def run(compile: Any, backend: Any) -> Any:
         compiled = compile(model, backend=backend)
@@ -343,7 +343,9 @@ def test_guard_codes_are_dynamos_business_alone() -> None:
     """The number that Dynamo guards really changes its global guard, and goes away with the region."""
     guard = torch._C._dynamo.guards.GlobalStateGuard()
     region = castwise.autocast(P, device_type=DEVICE)
-    other = castwise.autocast(Plan(compute="bf16", ops={"exp": "as_is", "log": "fp32"}), device_type=DEVICE)
+    other = castwise.autocast(
+        Plan(compute="bf16", ops={"sigmoid": "as_is", "log": "fp32"}), device_type=DEVICE
+    )
     with region:
         inside = torch._C._dynamo.guards.GlobalStateGuard()
         assert not guard.check()
@@ -355,9 +357,9 @@ def test_guard_codes_are_dynamos_business_alone() -> None:
 
 def test_a_plan_made_inside_a_compiled_function_is_carried_out() -> None:
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with castwise.autocast(Plan(compute="fp16", ops=(("exp", "fp32"),)), device_type=DEVICE):
+        with castwise.autocast(Plan(compute="fp16", ops=(("sigmoid", "fp32"),)), device_type=DEVICE):
             low = x @ x
-            return low, torch.exp(low)
+            return low, torch.sigmoid(low)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert [t.dtype for t in compiled(X)] == [t.dtype for t in run(X)] == [torch.float16, torch.float32]
@@ -373,7 +375,7 @@ def test_casts_through_containers_are_traced() -> None:
 
 # --- autocast objects made outside of what is compiled -------------------------------------------------------
 
-FP16 = Plan(compute="fp16", ops={"exp": "fp32", "sin": "lower"})
+FP16 = Plan(compute="fp16", ops={"sigmoid": "fp32", "sin": "lower"})
 
 
 class Holder(nn.Module):
@@ -385,19 +387,19 @@ class Holder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         with self.amp_ctx:
-            inside = [x @ x, torch.exp(x @ x), torch.sin(x)]
+            inside = [x @ x, torch.sigmoid(x @ x), torch.sin(x)]
         return [*inside, x @ x]
 
 
 def ways(region: Any) -> dict[str, Any]:
     def enters(x: torch.Tensor) -> list[torch.Tensor]:
         with region:
-            inside = [x @ x, torch.exp(x @ x), torch.sin(x)]
+            inside = [x @ x, torch.sigmoid(x @ x), torch.sin(x)]
         return [*inside, x @ x]
 
     @region
     def decorated(x: torch.Tensor) -> list[torch.Tensor]:
-        return [x @ x, torch.exp(x @ x), torch.sin(x)]
+        return [x @ x, torch.sigmoid(x @ x), torch.sin(x)]
 
     def calls(x: torch.Tensor) -> list[torch.Tensor]:
         return [*decorated(x), x @ x]
@@ -406,7 +408,7 @@ def ways(region: Any) -> dict[str, Any]:
         with region:
             y = x @ x
             with region:
-                y = torch.exp(y)
+                y = torch.sigmoid(y)
             return [y, x @ x]
 
     def mixed(x: torch.Tensor) -> list[torch.Tensor]:
@@ -454,12 +456,12 @@ def test_a_native_region_inside_an_override_and_the_reverse() -> None:
         low = x.bfloat16()
         with override:
             with native:
-                a = torch.exp(low)
-            b = torch.exp(low)
+                a = torch.sigmoid(low)
+            b = torch.sigmoid(low)
         with by_torch, override:
-            c = torch.exp(low)
+            c = torch.sigmoid(low)
         with native:
-            return [a, b, c, torch.exp(low)]
+            return [a, b, c, torch.sigmoid(low)]
 
     compiled = torch.compile(nested, fullgraph=True, backend="aot_eager")
     dtypes = [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
@@ -478,7 +480,7 @@ def test_subclasses_keep_their_overrides() -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def inside(x: torch.Tensor) -> torch.Tensor:
         with region:
-            return torch.exp(x @ x)
+            return torch.sigmoid(x @ x)
 
     assert inside(X).dtype is torch.float32
 

@@ -185,7 +185,7 @@ def _filled(model: nn.Module) -> list[Tensor]:
 
 def _teacher(model: nn.Module) -> list[Tensor]:
     """A model of its own, which says that it is trained."""
-    teacher = copy.deepcopy(model).cpu()
+    teacher = copy.deepcopy(model)
     averages = [nn.Parameter(p.detach().clone()) for p in teacher.parameters()]
     assert all(average.requires_grad for average in averages)
     return list(averages)

@@ -352,6 +352,7 @@ def test_writes_past_torch_are_found_at_the_next_step(write: Callable[[Tensor], 
             assert torch.equal(master_of(q), master)  # type: ignore[arg-type]
 
 
+@pytest.mark.cpu  # numpy writes to memory of the host
 def test_a_part_that_is_written_again_and_again_is_met() -> None:
     amp, model, optimizer = session()
     for seed in range(60):

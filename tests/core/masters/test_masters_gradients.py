@@ -311,6 +311,7 @@ def test_data_replaced_by_hand_is_taken_over() -> None:
     assert all((p == 1).all() for p in model.parameters())
 
 
+@pytest.mark.cpu  # numpy writes to memory of the host
 def test_writes_past_torch_are_taken_over_when_told() -> None:
     """What numpy writes is invisible; refresh_from_model looks at the values."""
     model, optimizer = prepared()

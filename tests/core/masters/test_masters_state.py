@@ -49,6 +49,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor]) 
 # --- strides ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu  # the kernels of GPUs refuse it
 def test_torch_itself_goes_wrong_where_strides_differ() -> None:
     """The reason for restride_state; once this fails on a new torch, restriding can go.
 

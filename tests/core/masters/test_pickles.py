@@ -157,7 +157,7 @@ def test_it_loads_where_castwise_is_not(trained: Any, tmp_path: Path) -> None:
 sys.modules["castwise"] = None
 import torch
 found = torch.load({str(file)!r}, weights_only=False)
-x = torch.ones(3, 4)
+x = torch.ones(3, 4, device={DEVICE!r})
 found["model"](x).sum().backward()
 found["optimizer"].step()
 found["copy"].eval()(x)

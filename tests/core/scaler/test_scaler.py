@@ -123,7 +123,10 @@ KINDS = st.tuples(st.sampled_from(["sgd", "adam", "fused"]), st.sampled_from(["s
     kinds=KINDS,
     interval=st.integers(1, 3),
     init=st.sampled_from([4.0, 65536.0, 2.0**127]),
-    dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.float32, torch.float64, torch.float16]
+        + [torch.bfloat16] * (DEVICE != "cuda")  # which torch's scaler does not unscale there
+    ),
 )
 def test_it_cannot_be_told_from_torchs(
     trace: Any, kinds: Any, interval: int, init: float, dtype: torch.dtype

@@ -267,4 +267,6 @@ def test_the_guard_calls_few_functions() -> None:
         for _ in range(5):
             step()
         counts.append(calls(step).total())
-    assert counts[1] - counts[0] <= 30
+    assert counts[1] - counts[0] <= (
+        30 if DEVICE == "cpu" else 120
+    )  # its default device calls a function at each call

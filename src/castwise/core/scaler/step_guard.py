@@ -117,7 +117,14 @@ class StepGuard(GradScaler):
             flag = gradients.number(0.0, one.device)
             found = {one.device: flag}, view_on_host(flag)
         (flag,) = found[0].values()
-        if not gradients.unscale_plain(optimizer, one, flag, allow_fp16=True):
+        try:
+            plain = gradients.unscale_plain(optimizer, one, flag, allow_fp16=True)
+        except (
+            RuntimeError
+        ):  # the kernel writes, even if it multiplies by one, and an expanded gradient cannot be written
+            flag, plain = gradients.are_finite(gradients.held(optimizer), one.device), True
+            found = {one.device: flag}, None
+        if not plain:
             return self._unscaling.unscale(optimizer, one, flag, allow_fp16=False), None
         agreed = self._unscaling.agreed(flag)
         return found if agreed is flag else ({one.device: agreed}, None)
