@@ -56,7 +56,8 @@ def square(model: nn.Module, batch: Any) -> Tensor:
 
 def noise() -> Tensor:
     """A batch ``[8, WIDTH]``."""
-    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    drawn = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _foreach(x: Tensor) -> Tensor:
 
 def _numpy(x: Tensor) -> Tensor:
     with np.errstate(divide="ignore"):
-        return x + torch.from_numpy(np.log(np.arange(WIDTH, dtype=np.float32)))
+        return x + torch.from_numpy(np.log(np.arange(WIDTH, dtype=np.float32))).to(x.device)
 
 
 @torch.library.custom_op("castwise_makers::inverse", mutates_args=())

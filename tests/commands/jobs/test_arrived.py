@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.here import DEVICE
 from tests.soak import each_value, every
 from torch import Tensor, nn
 from torch.nn import functional
@@ -58,7 +59,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randint(20, (8, 4), generator=generator)
 

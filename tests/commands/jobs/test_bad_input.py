@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.here import DEVICE
 from tests.soak import some
 from torch import Tensor, nn
 from torch.nn import functional
@@ -27,7 +28,7 @@ Call = Callable[[Workload, Path], Any]
 
 
 def batches(seed: int) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         x = torch.randn(16, 8, generator=generator)
         yield x, x.sum(1, keepdim=True)

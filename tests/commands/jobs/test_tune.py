@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from tests.here import DEVICE
 from tests.soak import each_value
 from torch import Tensor, nn
 from torch.nn import functional
@@ -43,7 +44,7 @@ def network() -> nn.Sequential:
 
 
 def data(count: int = 20) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     return [
         (torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator))
         for _ in range(count)
@@ -235,7 +236,7 @@ def wide() -> nn.Sequential:
 
 def wide_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Labels that can be learned: the loss falls by enough for training runs to decide about a plan without masters."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         x = torch.randn(64, 16, generator=generator)
         yield x, x[:, :4].argmax(1)

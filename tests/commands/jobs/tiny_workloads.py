@@ -22,7 +22,7 @@ def _optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 def _batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     while True:
-        inputs = torch.randn(32, 8, generator=draw)
+        inputs = torch.randn(32, 8, generator=draw, device="cpu")  # whatever device is the default
         yield inputs, inputs.sum(1, keepdim=True).tanh()
 
 
@@ -38,7 +38,7 @@ def _evaluate(model: nn.Module) -> dict[str, float]:
 
 
 def _picture(model: nn.Module) -> dict[str, torch.Tensor]:
-    inputs = torch.linspace(-1, 1, 8).repeat(200 * 3, 1)
+    inputs = torch.linspace(-1, 1, 8, device=next(model.parameters()).device).repeat(200 * 3, 1)
     return {"target": torch.ones(200, 3), "prediction": model(inputs).reshape(200, 3)}
 
 
@@ -52,9 +52,9 @@ class SlowInLow(nn.Linear):
     """Does far more work when autocast is on, as fp16 convolutions do on a CPU."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(inputs.device.type):
             for _ in range(600):
-                torch.linalg.eigvalsh(torch.eye(64))
+                torch.linalg.eigvalsh(torch.eye(64, device="cpu"))
         return super().forward(inputs)
 
 
@@ -64,7 +64,7 @@ class BreaksInLow(nn.Linear):
     calls = 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(inputs.device.type):
             self.calls += 1
             if self.calls == 3:
                 raise FloatingPointError("a kernel\nthat cannot")
@@ -75,7 +75,7 @@ class Hoarder(nn.Linear):
     """Holds four more mebibytes during its forward."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        extra = torch.zeros(2**20)
+        extra = torch.zeros(2**20, device=inputs.device)
         return super().forward(inputs) + extra[0]
 
 

@@ -186,6 +186,7 @@ def test_the_gradient_of_a_custom_functions_result_is_seen_at_its_module() -> No
     assert ("1", "output") in sites(seen, "gradients")
 
 
+@pytest.mark.sparse
 def test_integers_views_and_conversions_are_no_results() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -39,7 +39,9 @@ def test_a_loader_begins_again() -> None:
 
 def test_a_shuffled_loader_is_shuffled_anew() -> None:
     torch.manual_seed(0)
-    loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=64, shuffle=True)
+    # torch's own generator for shuffling is on the CPU, which it refuses where another device is the default
+    draw = None if DEVICE == "cpu" else torch.Generator(DEVICE).manual_seed(0)
+    loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=64, shuffle=True, generator=draw)
     one, two = _first(loader, 2)
     assert sorted(one[0].tolist()) == sorted(two[0].tolist())
     assert one[0].tolist() != two[0].tolist()
@@ -180,7 +182,7 @@ def _order(loader: Any, look: Any = None) -> list[float]:
     ids=["generator", "sampler", "batch sampler", "persistent workers"],
 )
 def test_a_loader_is_left_to_whoever_goes_through_it(make: Any) -> None:
-    data = TensorDataset(torch.arange(12.0))
+    data = TensorDataset(torch.arange(12.0, device="cpu"))  # which a worker is a fork with
     alone = _order(make(data))
     loader = make(data)
     look = endless(loader, "parity")(0)

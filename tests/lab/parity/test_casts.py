@@ -21,14 +21,14 @@ def numbers(name: str) -> np.ndarray:
     """All values of a format that are finite and not negative, in order."""
     dtype = FORMATS[name].dtype
     bits = torch.arange(1 << (8 * dtype.itemsize - 1))
-    held = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype).double().numpy()
+    held = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype).double().cpu().numpy()
     return np.sort(held[np.isfinite(held)])
 
 
 def oracle(values: Tensor, format: Format, scale: float = 1.0) -> tuple[float, ...]:
     """Overflow, subnormal and flushed values as counts, and the relative error, in fp64."""
     held = numbers(format.name)
-    x = values.double().numpy() * scale
+    x = values.double().cpu().numpy() * scale
     size = np.abs(x)
     above = np.searchsorted(held, size).clip(1, len(held) - 1)
     down, up = held[above - 1], held[above]

@@ -144,7 +144,8 @@ def test_a_test_of_nothing_is_refused() -> None:
 
 
 def test_what_overflows_at_any_scale_fails() -> None:
-    found = castwise.parity(model(Exponent()), loss, batches, "fp16-mixed")
+    """By a rule of the plan's own, since devices other than the CPU keep exp in fp32."""
+    found = castwise.parity(model(Exponent()), loss, batches, "fp16-mixed+ops.exp=lower")
     assert found.verdict == "fail"
     assert "is not finite at any loss scale" in found.reason
     assert castwise.parity(model(Exponent()), loss, batches, "bf16-mixed")

@@ -244,6 +244,7 @@ def test_code_that_takes_no_later_count_is_not_asked_for_it() -> None:
     assert "1.mean" in stopped(Counted(bool, "buffer", first=True), "bf16-mixed")
 
 
+@pytest.mark.sparse
 def test_state_that_changes_its_format_or_shape_or_is_complex_stops_nobody() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -140,7 +140,9 @@ def test_training_that_is_under_way_goes_on_bit_for_bit(plan: str) -> None:
         model = _model().train()
         optimizer = _adamw([p for p in model.parameters() if p.requires_grad])
         dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
-        loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
+        # torch's own generator for shuffling is on the CPU, which it refuses where another device is the default
+        draw = None if DEVICE == "cpu" else torch.Generator(DEVICE).manual_seed(3)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True, generator=draw)
         for epoch in range(2):
             if tested and epoch == 1:
                 castwise.parity(model, _loss, loader, plan, optimizer=_adamw)
@@ -352,7 +354,8 @@ def test_every_built_in_workload_has_a_floor_above_nothing_and_far_below_the_lin
     test = ParityTest(prober)
     test.reference(4)
     assert 0.0 < test.floor < 1e-4
-    assert test.repeat == 0.0
+    # a GPU's convolutions add up in any order
+    assert test.repeat <= (1e-10 if DEVICE == "cuda" else 0.0)
 
 
 def test_gradients_that_are_rounding_alone_are_recognised() -> None:

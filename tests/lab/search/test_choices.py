@@ -55,6 +55,7 @@ from castwise.lab.search.reference import refer
 from castwise.lab.search.regions import Part, find_parts
 from castwise.lab.search.state import Search
 from castwise.lab.timing.ranks import BY_ITSELF
+from tests.here import DEVICE
 from tests.lab.search.conftest import BEGUN
 from tests.soak import every
 
@@ -95,7 +96,7 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         x = torch.randn(8, 16, generator=generator)
         yield x, x[:, 0].gt(0).long()

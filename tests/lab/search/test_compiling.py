@@ -34,6 +34,7 @@ from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import COMPILED, belong_to
 from castwise.lab.timing.stats import Ratio
 from castwise.report.tune import plan_grid
+from tests.here import DEVICE
 from tests.report.evidence import make_candidate, make_evidence, make_record
 from tests.soak import every, pairs, soaks
 
@@ -217,7 +218,7 @@ class Restless(Net):
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(8, 8, generator=generator)
 

@@ -29,6 +29,7 @@ from castwise.lab.search.index import find, job_of, keep, restored
 from castwise.lab.search.search import run
 from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import Home
+from tests.here import DEVICE
 from tests.lab.search.test_choices import CPU
 from tests.report.evidence import make_candidate, make_evidence
 
@@ -43,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(16, WIDE, generator=generator), torch.randn(16, 2, generator=generator)
 

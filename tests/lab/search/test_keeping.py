@@ -27,6 +27,7 @@ from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import Home
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import belong_to
+from tests.here import DEVICE
 from tests.lab.search.test_choices import CPU, sgd, workload
 
 KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mixed", "fp32"))
@@ -55,7 +56,7 @@ class Wider(Wide):
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(8, 4, generator=generator)
 

@@ -18,6 +18,7 @@ from castwise.lab.parity.probes import Prober
 from castwise.lab.parity.verdicts import LEAST
 from castwise.lab.search.regions import find_parts
 from castwise.lab.search.repair import VERIFYING, NumericsSearch
+from tests.here import DEVICE
 from tests.soak import SOAKING, every
 
 
@@ -91,7 +92,7 @@ class NoKernel(nn.Module):
 
 
 def batches(seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator)
 

@@ -18,6 +18,7 @@ from castwise.lab.search.reference import refer
 from castwise.lab.search.repair import NumericsSearch
 from castwise.lab.search.search import _second_look
 from castwise.lab.search.state import Choice, Search
+from tests.here import DEVICE
 
 TRAINED = Verification(58, 8, 0.1, 0.2, 0.0106, 0.0005, "not worse")
 
@@ -39,7 +40,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         yield torch.randn(32, 16, generator=generator)
 

@@ -13,6 +13,7 @@ import castwise
 from castwise import Plan, Workload
 from castwise.lab.search.axes import whole_step_plans
 from castwise.lab.search.contest import Contest
+from tests.here import DEVICE
 from tests.soak import every, pairs
 
 
@@ -42,7 +43,7 @@ class Both(nn.Module):
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         ids = torch.randint(50, (16, 6), generator=generator)
         yield ids, ids.sum(1) % 4

@@ -8,7 +8,9 @@ A lower format draws from another distribution, and a repeated draw must have th
 in fp32 and round; for these the recorded draw is rounded. The others:
 
 - ``rand``, ``rand_like`` and ``uniform_(a, b)`` never return b: a number that rounds to b becomes a. So ``rand`` is 0 once in 512
-  draws in bf16, and once in 4096 draws in fp16. The repeated draw is the number at the same quantile.
+  draws in bf16, and once in 4096 draws in fp16. The repeated draw is the number at the same quantile. On CUDA both ends are
+  rounded to the format first.
+- ``rrelu`` on CUDA rounds a uniform number in [0, 1] to the format, and then the slope that it makes of this number.
 - ``randint`` and ``random_(a, b)`` return values below b even if the format rounds b - 1 to b. ``random_()`` returns the integers
   that the format represents exactly.
 - ``bernoulli(p)`` with a tensor p rounds p to the format and draws. The repeated mask differs where rounding moves p past the uniform
@@ -40,6 +42,8 @@ def _is_random(op: _torch.operators.OpOverload, given: Given) -> bool:
     name = op.overloadpacket.__name__
     if name.startswith("_scaled_dot"):  # tagged as random because of its dropout, which is usually 0
         return bool(given.get("dropout_p", 0.0))
+    if name in ("_cudnn_rnn", "miopen_rnn"):  # a GPU's kernels for recurrent layers, likewise
+        return bool(given["train"] and given["dropout"])
     return bool(given.get("training", False)) if name.startswith("rrelu") else True
 
 
@@ -77,6 +81,9 @@ def _repeated(
         return None
     if name == "rrelu_with_noise":
         x, noise = given["self"], given["noise"]
+        if noise.is_cuda and noise.dtype in LOW_DTYPES:
+            start, end = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
+            drawn = torch.where(drawn == 1, drawn, _rounded_twice(drawn, start, end, noise.dtype))
         noise.copy_(torch.where((x <= 0) & (drawn != 1), drawn.to(noise.dtype), noise))
         return out.copy_(x * noise)
     if name.startswith("bernoulli") and (chances := _chances(op, given)) is not None:
@@ -102,12 +109,28 @@ def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Te
         return drawn.clamp_max(float(_below(float(end), dtype)))
     if name.startswith("uniform") or name in ("rand", "rand_like"):
         start, end = float(given.get("from", 0.0)), float(given.get("to", 1.0))
-        last = torch.tensor(end, dtype=dtype, device="cpu")
-        # draws above this number round to the end, and become the start
-        edge = (float(last) + float(torch.nextafter(last, last - torch.inf))) / 2
-        low = (drawn - (end - edge)).clamp_min(start).to(dtype)
-        return low.masked_fill_(low == float(last), start)
+        return _uniform(drawn, start, end, dtype, rounds_ends=drawn.is_cuda)
     return drawn
+
+
+def _uniform(drawn: Tensor, start: float, end: float, dtype: torch.dtype, *, rounds_ends: bool) -> Tensor:
+    """Return uniform numbers from ``start`` to ``end`` at the quantiles of those drawn in a wider format."""
+    last = torch.tensor(end, dtype=dtype, device="cpu")
+    if rounds_ends and end > start:
+        first = float(torch.tensor(start, dtype=dtype, device="cpu"))
+        drawn = (drawn - start) * ((float(last) - first) / (end - start)) + first
+        start, end = first, float(last)
+    # draws above this number round to the end, and become the start
+    edge = (float(last) + float(torch.nextafter(last, last - torch.inf))) / 2
+    low = (drawn - (end - edge)).clamp_min(start).to(dtype)
+    return low.masked_fill_(low == float(last), start)
+
+
+def _rounded_twice(drawn: Tensor, start: float, end: float, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that a kernel makes of uniform numbers in [0, 1] which it rounds to a format first."""
+    if not end > start:
+        return drawn
+    return ((drawn - start) / (end - start)).to(dtype).to(drawn.dtype) * (end - start) + start
 
 
 def _below(end: float, dtype: torch.dtype) -> Tensor:
