@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 
 NAME = "sim"
+_LIBRARY = torch.library.Library("aten", "IMPL")
 COUNT = 2
 """How many devices there are, as in sim.cpp."""
 SOURCE = Path(__file__).with_name("sim.cpp")
@@ -200,6 +201,13 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    for overload in ("Scalar", "ScalarList"):
+        _LIBRARY.impl(f"_foreach_lerp_.{overload}", _foreach_lerp_, "PrivateUse1")
+
+
+def _foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: Any) -> None:
+    """Like CUDA's kernel, it does not count its writes."""
+    torch._foreach_lerp_([*map(as_kernels_see, tensors)], [*map(as_kernels_see, ends)], weight)
 
 
 def register_in_interpreters() -> None:

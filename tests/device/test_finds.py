@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise.core.casting import frames
+from castwise.core.masters.parameter import master_of
 from castwise.core.plans.plan import PRESETS
 from tests.device import sim
 from tests.here import DEVICE
@@ -198,3 +199,51 @@ def test_a_model_that_is_spread_over_two_devices_skips_as_one(plan: str, maker: 
         after = amp.model_state_dict(model)
         assert all(torch.equal(before[name], after[name]) for name in before) is (factor != 1.0)
     amp.close()
+
+
+# --- writes that a device's kernels do not count -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numbers", [0.5, [0.5] * 6], ids=["one number", "a number for each"])
+@pytest.mark.parametrize(
+    "alias", [torch.Tensor.detach, lambda p: p, lambda p: p.data], ids=["detach", "itself", "data"]
+)
+def test_a_list_of_weights_that_is_interpolated_reaches_the_masters(alias: Any, numbers: Any) -> None:
+    """As averages, Lookahead and target networks do; CUDA's kernel for it does not count its writes."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with castwise.Amp("bf16-master", device=DEVICE) as amp:
+        amp.prepare(model, optimizer)
+        step(amp, model, optimizer)
+        low = [alias(p) for p in model.parameters()]
+        with torch.no_grad():
+            torch._foreach_lerp_(low, [torch.full_like(p, 2.0) for p in low], numbers)
+        want = [p.detach().clone() for p in model.parameters()]
+        step(amp, model, optimizer)
+        assert all(map(torch.equal, want, model.parameters()))
+        held = [master_of(p) for p in model.parameters()]
+        assert all(torch.equal(m.to(w.dtype), w) for m, w in zip(held, want, strict=True) if m is not None)
+    assert sum(m is not None for m in held) > 3
+
+
+@simulated
+def test_kernels_count_while_masters_are_there_and_as_torchs_do_after_it() -> None:
+    def counted() -> int:
+        tensor = torch.zeros(1)
+        torch._foreach_lerp_([tensor], [torch.ones(1)], 0.5)
+        assert tensor.item() == 0.5
+        return tensor._version
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for plan, count in (("bf16-mixed", 0), ("bf16-master", 1)):
+        assert counted() == 0
+        with castwise.Amp(plan, device=DEVICE) as amp:
+            amp.prepare(model, optimizer)
+            assert counted() == count
+    assert counted() == 0
+    amp = castwise.Amp("bf16-master", device=DEVICE)
+    amp.prepare(model, optimizer)
+    del amp, model, optimizer
+    gc.collect()
+    assert counted() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -139,6 +140,51 @@ def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -
         warnings.simplefilter("ignore", UserWarning)
         library.impl(op, kernel, key, with_keyset=True, allow_override=True)
     return library._destroy
+
+
+_FOREACH_WRITES: dict[torch._ops.OpOverload, Any] = {
+    torch.ops.aten._foreach_lerp_.Scalar: 0.5,
+    torch.ops.aten._foreach_lerp_.ScalarList: [0.5],
+}
+"""In-place operators on lists of tensors whose kernel for CUDA does not count its writes (read in the source of torch 2.11,
+and seen), with a last argument for a try."""
+
+
+@functools.cache
+def _uncounted(device_type: str) -> tuple[torch._ops.OpOverload, ...]:
+    """Try which of these operators leave autograd's version counters unchanged on a device. Nothing waits for the device."""
+    found = []
+    with torch.inference_mode(False), torch.no_grad():
+        for op, last in _FOREACH_WRITES.items():
+            written = [torch.zeros(1, device=device_type)]
+            version = written[0]._version
+            op(written, [torch.ones(1, device=device_type)], last)
+            if written[0]._version == version:
+                found.append(op)
+    return tuple(found)
+
+
+def count_foreach_writes(device_type: str) -> Callable[[], None]:
+    """Have autograd count the writes of operators such as ``torch._foreach_lerp_``, where a device's kernels do not.
+
+    Returns:
+        A function that undoes it.
+    """
+
+    def counting(op: torch._ops.OpOverload) -> Callable[[], None]:
+        key = device_key(device_type)
+        write = get_kernel(op, key).call_boxed
+
+        def kernel(keyset: Any, tensors: list[torch.Tensor], *args: Any) -> None:
+            write(keyset, tensors, *args)
+            torch.autograd.graph.increment_version(tensors)
+
+        return _register(op, kernel, key)
+
+    with contextlib.ExitStack() as undo:
+        for op in _uncounted(device_type):
+            undo.callback(counting(op))
+        return undo.pop_all().close
 
 
 @functools.cache

@@ -160,9 +160,9 @@ class Attachment:
         optimizer.__reduce_ex__ = _Reducer(optimizer)  # type: ignore[method-assign]
         sync.live[id(self)] = self
         _follow_all_steps()
-        follow_parameters()
         self._following = weakref.finalize(self, leave_parameters)
         self._following.atexit = False
+        follow_parameters({p.device.type for group in optimizer.param_groups for p in group["params"]})
 
     @property
     def masters(self) -> tuple[nn.Parameter, ...]:

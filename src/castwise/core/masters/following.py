@@ -1,17 +1,20 @@
 """Patch ``nn.Parameter`` to notice writes through ``data``, which autograd does not count, and copies of parameters.
 
 ``nn.Parameter.data``, ``clone`` and ``__deepcopy__`` are patched while an optimizer has fp32 masters. They return
-what torch's own return. Copies are noticed because they may become averages of weights.
+what torch's own return. Copies are noticed because they may become averages of weights. Where a device has kernels that write
+and do not count it, they count while an optimizer has masters there.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from castwise.core import _torch
 from castwise.core.masters import sync
 from castwise.core.masters.copies import is_watched, note_replaced, watch, watch_clone
 from castwise.core.masters.originals import is_low
@@ -23,9 +26,12 @@ _lock = threading.RLock()
 """A lock that is reentrant, because a thread that holds it may garbage-collect an :class:`Attachment`."""
 
 
-def follow_parameters() -> None:
-    """Patch ``nn.Parameter``, unless it is patched already."""
+def follow_parameters(device_types: Collection[str]) -> None:
+    """Patch ``nn.Parameter``, and kernels of devices that do not count their writes, unless they are patched already."""
     with _lock:
+        for device_type in device_types:
+            if device_type not in _counted:
+                _counted[device_type] = _torch.dispatcher.count_foreach_writes(device_type)
         for name, ours in _OURS.items():
             if name not in _in_force:
                 _in_force.add(name)
@@ -33,13 +39,15 @@ def follow_parameters() -> None:
 
 
 def leave_parameters() -> None:
-    """Remove the patches of ``nn.Parameter`` if no :class:`Attachment` is alive.
+    """Remove the patches if no :class:`Attachment` is alive.
 
     A patch that other code has replaced since is left alone.
     """
     with _lock:
         if any(reference() is not None for reference in sync.live.valuerefs()):
             return
+        while _counted:
+            _counted.popitem()[1]()
         for name in sorted(_in_force):
             if vars(nn.Parameter).get(name) is _OURS[name]:
                 if name in _THEIRS:
@@ -97,3 +105,5 @@ _OURS: dict[str, Any] = {
 }
 _THEIRS = {name: vars(nn.Parameter)[name] for name in _OURS if name in vars(nn.Parameter)}
 _in_force: set[str] = set()
+_counted: dict[str, Callable[[], None]] = {}
+"""By the type of a device, the function that undoes the patches of its kernels."""
