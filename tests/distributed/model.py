@@ -376,7 +376,9 @@ def make(layout: str, plan: Any, options: Options) -> Run:
     Or one that a loop of one's own makes: ``manual`` sums gradients over ranks, ``local`` averages weights after each step.
     """
     run = Run(plan, options)
-    if run.amp.plan.compile != "as_given":  # in a process that holds ranks alone
+    if run.amp.plan.compile != "as_given" and hasattr(
+        torch.compiler, "set_default_backend"
+    ):  # else Inductor (2.11)
         torch.compiler.set_default_backend("aot_eager")
     size = dist.get_world_size() if dist.is_initialized() else 1
     parts = layout.split(".")

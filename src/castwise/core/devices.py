@@ -135,7 +135,7 @@ def in_fp64(tensor: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def has_fused(op: str, device_type: str) -> bool:
     """Whether a device type has the kernel of a fused optimizer, such as ``_fused_adam_``."""
-    return device_type in _torch.optimizers.fused_devices() and _torch.dispatcher.has_kernel(
+    return _torch.optimizers.accepts_fused(op, device_type) and _torch.dispatcher.has_kernel(
         f"aten::{op}", device_type
     )
 

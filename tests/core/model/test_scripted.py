@@ -12,6 +12,7 @@ from torch import nn
 
 import castwise
 from castwise import Amp, Plan, Region
+from castwise.core._torch.release import RELEASE
 from castwise.core.casting import kernels
 from castwise.errors import PatternError, StateError
 
@@ -136,7 +137,8 @@ class Block(nn.Module):
         self.block = castwise.autocast(plan, device_type="cpu") if made_before else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with self.block or castwise.autocast(self.plan, device_type="cpu"):
+        block = castwise.autocast(self.plan, device_type="cpu") if self.block is None else self.block
+        with block:
             y = self.linear(x)
         return y + 1, torch.exp(y)
 
@@ -151,6 +153,8 @@ def test_export_of_an_autocast_inside_forward(plan: Any, made_before: bool, stri
     if ours:
         with pytest.raises(Exception, match=r"torch.export of castwise.autocast: .*strict=False"):
             torch.export.export(model, (x,), strict=strict)
+        if RELEASE < (2, 13):  # its failed export leaves a hook of all modules, which holds this one
+            torch.nn.modules.module._global_buffer_registration_hooks.clear()
     else:
         exported = torch.export.export(model, (x,), strict=strict).module()(x)
         assert [one.dtype for one in exported] == [one.dtype for one in expected]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from castwise.core._torch.calls import _own_frames, without_compiler
+from castwise.core._torch.release import RELEASE
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SPARE_DEVICES = 3
@@ -136,8 +137,22 @@ def is_exporting() -> bool:
 
 mark_constant(is_exporting)
 
-TRACES_IDENTITY = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+TRACES_IDENTITY = RELEASE >= (2, 13)
 """Whether this release's Dynamo can trace ``id`` and ``is`` of containers. torch 2.11's cannot."""
+
+
+def unkeyed_autocast() -> str:
+    """Return the devices where autocast is enabled with their dtypes, if torch does not add them to the keys of its compile caches.
+
+    The keys of torch 2.11 say only whether autocast is enabled, so it runs a graph compiled for bf16 where autocast is to
+    fp16. torch 2.13 adds the dtypes.
+    """
+    if RELEASE >= (2, 13):
+        return ""
+    devices = [kind for kind in torch._C._autocast_supported_devices() if kind not in _spare_devices()]
+    return ",".join(
+        f"{kind}={torch.get_autocast_dtype(kind)}" for kind in devices if torch.is_autocast_enabled(kind)
+    )
 
 
 def object_at(address: int) -> Any:

@@ -16,6 +16,7 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from castwise.core._torch.hooks import around_function
 from castwise.core._torch.operators import unobserved
+from castwise.core._torch.release import RELEASE
 
 _MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 """Attributes by which a GradScaler and a step treat an optimizer as fused. torch sets the second one during a step."""
@@ -50,8 +51,14 @@ def treat_as(made: type, kind: type) -> None:
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
 
 
-fused_devices = _get_fused_kernels_supported_devices
-"""Return the device types for which torch's optimizers accept ``fused=True``. Not all have a kernel of each optimizer."""
+def accepts_fused(op: str, device_type: str) -> bool:
+    """Whether the optimizer with the kernel ``op`` accepts ``fused=True`` on a device type, which may still lack the kernel.
+
+    Adagrad of torch 2.11 refuses CUDA, although torch has the kernel.
+    """
+    if (op, device_type) == ("_fused_adagrad_", "cuda") and RELEASE < (2, 13):
+        return False
+    return device_type in _get_fused_kernels_supported_devices()
 
 
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:

@@ -175,7 +175,7 @@ def push(frame: Frame, owner: object = None, scope: bool = False, where: int | N
             state.weights = {}
         if frame.code or (before is not None and before.code):
             _torch.dynamo.set_guard_code(frame.code)
-        if (scope or frame.code) and watch_compilations is not None:
+        if (scope or where is not None or frame.code) and watch_compilations is not None:
             watch_compilations()
     except BaseException:
         pop()

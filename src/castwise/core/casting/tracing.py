@@ -83,18 +83,23 @@ trace_leases: list[Any] = []
 They are needed until its graph has been traced."""
 
 
+_TAG = "|castwise:"
+
+
 def _start_trace(_: object) -> None:
-    """Add the key of the active :class:`Frame` to the key of the compile caches on disk, if the frame has overrides.
+    """Add to the key of the compile caches on disk what torch does not: the active :class:`Frame`, if it has overrides.
 
     In the forward of prepared modules, backward is traced without autocast.
     """
     _torch.dynamo.trace_backward_without_autocast(frames.only_modules())
     frame = frames.thread.state.frame
-    user = str(config.cache_key_tag).split("|castwise:")[0]
-    config.cache_key_tag = f"{user}|castwise:{frame.key}" if frame is not None and frame.overrides else user
+    ours = (frame.key if frame is not None and frame.overrides else "") + _torch.dynamo.unkeyed_autocast()
+    if ours:
+        config.cache_key_tag = f"{config.cache_key_tag}{_TAG}{ours}"
 
 
 def _end_trace(_: object) -> None:
+    config.cache_key_tag = str(config.cache_key_tag).split(_TAG)[0]
     trace_leases.clear()
     _torch.dynamo.trace_backward_without_autocast(False)
 
