@@ -140,7 +140,7 @@ def test_an_attach_that_fails_half_way_leaves_all_as_it_was() -> None:
     )  # no memory for its master
     optimizer = torch.optim.AdamW(model.parameters())
     before = picture(model, optimizer)
-    with pytest.raises(RuntimeError, match="alloc|memory"):
+    with pytest.raises(RuntimeError, match=r"alloc|memory"):
         attach(optimizer, model, originals=former)
     assert picture(model, optimizer) == before
     assert attachment_of(optimizer) is None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import sys
 import weakref
@@ -346,7 +345,10 @@ class Follower:
         ours = {id(amp.scaler) for amp in self.sessions.values()}
         if torch.is_autocast_enabled(device_type):
             self._leave_alone(model, "the script runs it in torch.autocast")
-        elif any(_is_scaler(thing) and id(thing) not in ours for thing in gc.get_objects()):
+        elif any(
+            scaler.is_enabled() and id(scaler) not in ours
+            for scaler in _torch.tensors.living(torch.amp.GradScaler)
+        ):
             self._leave_alone(model, "the script scales its loss with a GradScaler")
         elif self.plan.stores_low and any(p.dtype is torch.float64 for p in model.parameters()):
             self._leave_alone(
@@ -577,8 +579,3 @@ def holds(optimizer: Optimizer, model: nn.Module) -> bool:
     """Whether an optimizer updates any of a model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _is_scaler(thing: Any) -> bool:
-    # isinstance would read __class__, at which some proxy objects warn
-    return issubclass(type(thing), torch.amp.GradScaler) and bool(thing.is_enabled())

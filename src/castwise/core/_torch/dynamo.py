@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import torch
 
 from castwise.core._torch.calls import _own_frames, without_compiler
 from castwise.core._torch.release import RELEASE
+from castwise.core._torch.tensors import living
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _SPARE_DEVICES = 3
@@ -434,8 +434,7 @@ def ran_compiled(module: torch.nn.Module) -> bool:
     if not any(_debug_get_cache_entry_list(code) for code in codes):
         return False
     return is_compiled(module) or any(
-        type(thing) is OptimizedModule and thing._modules.get("_orig_mod") is module
-        for thing in gc.get_objects()
+        thing._modules.get("_orig_mod") is module for thing in living(OptimizedModule)
     )
 
 
@@ -449,9 +448,7 @@ def inside_compiled(models: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
         return set()
     from torch._dynamo.eval_frame import OptimizedModule
 
-    wrapped = {
-        id(thing._modules["_orig_mod"]) for thing in gc.get_objects() if type(thing) is OptimizedModule
-    }
+    wrapped = {id(thing._modules["_orig_mod"]) for thing in living(OptimizedModule)}
     return {
         inner
         for model in models

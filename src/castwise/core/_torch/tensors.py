@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import operator
 import sys
 import weakref
@@ -24,6 +25,23 @@ dynamo_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_
 """Returns None or False, unless this thread is running inside a call that torch.compile handles."""
 _set_grad_enabled = torch._C._set_grad_enabled
 _is_grad_enabled = torch.is_grad_enabled
+
+
+def living(*kinds: type) -> list[Any]:
+    """Return the instances of some classes and of their subclasses that are alive in this process.
+
+    ``gc.get_objects`` would take a reference to every object of the process. While other threads run, that can break them: a
+    tuple that another thread is building cannot be extended then (SystemError). So only what refers to these classes is asked for.
+    """
+    found: dict[type, None] = {}
+    to_do = [*kinds]
+    while to_do:
+        kind = to_do.pop()
+        if kind not in found:
+            found[kind] = None
+            to_do += type.__subclasses__(kind)
+    # isinstance would call into proxies, which answer with warnings
+    return [thing for thing in gc.get_referrers(*found) if type(thing) in found]
 
 
 def without_grad(function: Callable[..., Any], *args: Any) -> Any:

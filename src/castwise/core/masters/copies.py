@@ -11,7 +11,6 @@ These are searched for among all tensors of the process, at a few steps.
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -131,20 +130,23 @@ def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor]
     if not alike:
         _near.clear()
         return
-    tensors = [(thing, _address(thing)) for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    # A trained parameter of any model is not an average. A teacher's parameter may require gradients but has no ``grad``.
-    known = {
-        address
-        for tensor, address in tensors
-        if tensor.requires_grad and (_is_trained(tensor) or master_of(tensor) is not None)
-    }
+    tensors = [(thing, _address(thing)) for thing in _torch.tensors.living(Tensor)]
+    known = {address for tensor, address in tensors if tensor.requires_grad and master_of(tensor) is not None}
     known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
+    sought = {}
+    for tensor, address in tensors:
+        if not address or address in known or type(tensor) not in (Tensor, nn.Parameter):
+            continue
+        if sources := alike.get((tensor.shape, tensor.dtype, tensor.device)):
+            sought[id(tensor)] = tensor, address, sources
+    # A trained parameter of any model is not an average. A teacher's parameter may require gradients but has no ``grad``.
+    # Only what is alike is asked for it, since a backward on another thread may be writing it.
+    addresses = {address for _, address, _ in sought.values()}
+    known = {address for tensor, address in tensors if address in addresses and _is_trained(tensor)}
     before = _near if step - 1 in _SEARCHED else []
     found: list[_Near] = []
-    for tensor, address in tensors:
-        sought = address and type(tensor) in (Tensor, nn.Parameter)
-        sources = alike.get((tensor.shape, tensor.dtype, tensor.device), ()) if sought else ()
-        if not sources or address in known:
+    for tensor, address, sources in sought.values():
+        if address in known:
             continue
         values = _sample(tensor)
         source = min(sources, key=lambda parameter: _distance(values, _sample(parameter)))
@@ -159,7 +161,7 @@ def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor]
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    return not tensor.is_leaf or tensor.grad is not None
+    return tensor.requires_grad and (not tensor.is_leaf or tensor.grad is not None)
 
 
 def _address(tensor: Tensor) -> int:

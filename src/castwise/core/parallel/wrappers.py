@@ -6,7 +6,6 @@ becomes the child of another module, so it shows that a prepared model was wrapp
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
@@ -134,9 +133,8 @@ def ddp_around(module: nn.Module) -> DistributedDataParallel | None:
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
-    for thing in gc.get_objects():
-        # isinstance would call into proxies, which answer with warnings
-        inner = getattr(thing, "module", None) if issubclass(type(thing), DistributedDataParallel) else None
+    for thing in _torch.tensors.living(DistributedDataParallel):
+        inner = getattr(thing, "module", None)
         if inner is not None and any(child is module for child in inner.modules()):
             found: DistributedDataParallel = thing
             return found
