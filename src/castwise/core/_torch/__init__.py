@@ -16,6 +16,7 @@ from castwise.core._torch import (
     hooks,
     operators,
     optimizers,
+    release,
     steps,
     tensors,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "hooks",
     "operators",
     "optimizers",
+    "release",
     "steps",
     "tensors",
 ]

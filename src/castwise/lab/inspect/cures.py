@@ -73,7 +73,8 @@ def try_cures(
             if finite and candidate.loss_scale != plan.loss_scale and candidate.loss_scale is not None:
                 what = f"{what}{', at ' if what else ''}a loss scale of {candidate.loss_scale.init:g}"
             tried.append(TriedCure(what or "a smaller loss scale", candidate, finite))
-        except CastwiseError as error:  # the plan or the device does not support the rule or region
+        except (CastwiseError, RuntimeError) as error:
+            # The plan or the device does not support the rule or region, or an operator of the loss not the dtypes that now meet.
             tried.append(TriedCure(what, candidate, False, sentence(error)))
         return tried[-1].finite
 

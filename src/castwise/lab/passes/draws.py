@@ -9,7 +9,8 @@ in fp32 and round; for these the recorded draw is rounded. The others:
 
 - ``rand``, ``rand_like`` and ``uniform_(a, b)`` never return b: a number that rounds to b becomes a. So ``rand`` is 0 once in 512
   draws in bf16, and once in 4096 draws in fp16. The repeated draw is the number at the same quantile. On CUDA both ends are
-  rounded to the format first.
+  rounded to the format first. On a CPU torch 2.11 draws one of 256 numbers in bf16 and one of 2048 in fp16, and makes its
+  ``randn`` of such numbers too; that ``randn`` is not repeated as the format draws it, but rounded.
 - ``rrelu`` on CUDA rounds a uniform number in [0, 1] to the format, and then the slope that it makes of this number.
 - ``randint`` and ``random_(a, b)`` return values below b even if the format rounds b - 1 to b. ``random_()`` returns the integers
   that the format represents exactly.
@@ -109,8 +110,18 @@ def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Te
         return drawn.clamp_max(float(_below(float(end), dtype)))
     if name.startswith("uniform") or name in ("rand", "rand_like"):
         start, end = float(given.get("from", 0.0)), float(given.get("to", 1.0))
+        if _torch.release.COARSE_DRAWS and drawn.device.type == "cpu" and end > start:
+            return _coarse(drawn, start, end, dtype)
         return _uniform(drawn, start, end, dtype, rounds_ends=drawn.is_cuda)
     return drawn
+
+
+def _coarse(drawn: Tensor, start: float, end: float, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that torch 2.11 makes on a CPU of uniform multiples of half the format's eps."""
+    first, last = torch.tensor([start, end], dtype=dtype, device="cpu")
+    steps = 2 / torch.finfo(dtype).eps
+    part = ((drawn - start) * (steps / (end - start))).floor().clamp(0, steps - 1) / steps
+    return (part * float(last - first) + float(first)).to(dtype)
 
 
 def _uniform(drawn: Tensor, start: float, end: float, dtype: torch.dtype, *, rounds_ends: bool) -> Tensor:
