@@ -218,6 +218,7 @@ def register_in_interpreters() -> None:
         (package / "METADATA").write_text("Metadata-Version: 2.1\nName: castwise-sim\nVersion: 0\n")
         (package / "entry_points.txt").write_text("[torch.backends]\nsim = tests.device.sim:register\n")
     places = [str(BUILD), str(Path(__file__).parents[2])]
+    sys.path += [each for each in places if each not in sys.path]  # castwise hands on its own
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([
         *filter(None, given),

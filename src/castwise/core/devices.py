@@ -191,7 +191,8 @@ def memory_statistics(device: torch.device) -> Any:
     It has ``memory_allocated``, ``max_memory_allocated`` and ``reset_peak_memory_stats``.
     """
     for home in (torch.accelerator, torch.get_device_module(device)):
-        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+        # ValueError: torch.accelerator is asked of a CPU beside a GPU
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError, ValueError):
             home.memory_allocated(device), home.max_memory_allocated(device)
             return home
     return None

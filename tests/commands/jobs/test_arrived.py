@@ -81,7 +81,7 @@ def test_a_search_takes_it_and_shows_it_as_given(adapters: bool, goal: str) -> N
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = castwise.tune(
         model=model, loss=loss, batches=batches, optimizer=adamw, goal=goal, formats=("bf16",) if goal == "numerics" else ("fp32", "bf16"),
-        memory=False, budget_s=15, device="cpu", fresh=True,
+        memory=False, budget_s=15, device=DEVICE, fresh=True,
     )  # fmt: skip
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -105,7 +105,7 @@ def test_a_search_takes_it_and_shows_it_as_given(adapters: bool, goal: str) -> N
             assert "of the optimizer's update of" in row.reason
             assert row.status == "rejected"
     updates = adamw(model.parameters())
-    with castwise.Amp(result.plan, device="cpu") as amp:
+    with castwise.Amp(result.plan, device=DEVICE) as amp:
         amp.prepare(model, updates, widen=provenance["widen"])
         amp.backward(loss(model, next(batches(0))))
         amp.step(updates)
@@ -142,7 +142,7 @@ def test_a_bench_trains_it_under_every_plan(adapters: bool) -> None:
     wide = Workload("tokens", lambda: Tokens(adapters).float(), adamw, batches, loss)
     low, floats = (
         castwise.bench(
-            one, plans, device="cpu", hopeless=float("inf"), steps=3, rounds=1, starts=0, memory=False
+            one, plans, device=DEVICE, hopeless=float("inf"), steps=3, rounds=1, starts=0, memory=False
         )
         for one in (ours, wide)
     )

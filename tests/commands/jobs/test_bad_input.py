@@ -113,12 +113,12 @@ def parity(job: Workload, optimizer: bool = True) -> Any:
 
 
 CALLS: dict[str, Call] = {
-    "tune": lambda job, folder: castwise.tune(job, out=folder, device="cpu", budget_s=10, memory=False),
+    "tune": lambda job, folder: castwise.tune(job, out=folder, device=DEVICE, budget_s=10, memory=False),
     "bench": lambda job, _: castwise.bench(
-        job, device="cpu", steps=4, rounds=1, inference=False, memory=False
+        job, device=DEVICE, steps=4, rounds=1, inference=False, memory=False
     ),
-    "train": lambda job, folder: train(job, "bf16-mixed", steps=2, out=folder, device="cpu"),
-    "doctor": lambda job, _: doctor(job, device="cpu", small=True),
+    "train": lambda job, folder: train(job, "bf16-mixed", steps=2, out=folder, device=DEVICE),
+    "doctor": lambda job, _: doctor(job, device=DEVICE, small=True),
     "parity": lambda job, _: parity(job),
 }
 TIMES = ("tune", "bench", "train", "doctor")
@@ -195,14 +195,14 @@ def test_what_fails_in_a_process_that_castwise_started_is_said_with_its_place(
     job = Workload("job", network, sgd, batches, raises_elsewhere)
     text = expected("KeyError: 'target' (test_bad_input.py, line {raises_elsewhere:2}, in raises_elsewhere)")
     if call == "bench":  # which trains here, and measures memory elsewhere
-        found = castwise.bench(job, device="cpu", steps=4, rounds=1, inference=False)
+        found = castwise.bench(job, device=DEVICE, steps=4, rounds=1, inference=False)
         assert [row.notes for row in found.plans] == [(f"memory was not measured: {text}",)] * 2
         return
     if call == "doctor":  # which times it here in that case
         request.getfixturevalue("rates_are_known")
         CALLS[call](job, tmp_path)
         return
-    notes = castwise.tune(job, device="cpu", budget_s=5, memory=False).evidence.notes
+    notes = castwise.tune(job, device=DEVICE, budget_s=5, memory=False).evidence.notes
     assert any(
         text in note and note.startswith("The finalists were timed once, in one process") for note in notes
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from tests.here import DEVICE
 
 from castwise import Plan, Region
 from castwise.commands.jobs import Event
@@ -39,7 +40,7 @@ def _unsendable(spec: str) -> Workload:
 def result(told: list[Event]) -> BenchResult:
     workload = _unsendable(str(Path(__file__).with_name("tiny_workloads.py")) + ":mlp")
     return bench(
-        workload, ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, starts=3, seed=3,
+        workload, ["bf16-mixed", "bf16-true"], device=DEVICE, hopeless=NEVER, steps=23, rounds=6, starts=3, seed=3,
         progress=told.append,
     )  # fmt: skip
 
@@ -88,7 +89,7 @@ def test_losses_are_those_of_a_loop_written_by_hand(result: BenchResult, tiny: s
     again = bench(
         workload,
         ["fp32"],
-        device="cpu",
+        device=DEVICE,
         hopeless=NEVER,
         starts=0,
         steps=9,
@@ -112,7 +113,7 @@ def test_pictures_are_thinned_and_named_by_plan(result: BenchResult) -> None:
 
 def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str) -> None:
     again = bench(
-        f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=23, rounds=6, starts=0, seed=3,
+        f"{tiny}:mlp", ["bf16-mixed", "bf16-true"], device=DEVICE, hopeless=NEVER, steps=23, rounds=6, starts=0, seed=3,
         inference=False, memory=False,
     )  # fmt: skip
     for one, other in zip(result.plans, again.plans, strict=True):
@@ -122,7 +123,7 @@ def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str)
 
 def test_memory_is_measured_in_a_process_of_its_own(result: BenchResult, tiny: str) -> None:
     """As much as in a fork."""
-    alone = bench(f"{tiny}:mlp", ["fp32"], device="cpu", hopeless=NEVER, steps=3, rounds=1, starts=0, seed=3)
+    alone = bench(f"{tiny}:mlp", ["fp32"], device=DEVICE, hopeless=NEVER, steps=3, rounds=1, starts=0, seed=3)
     assert alone.plans[0].memory is not None
     assert alone.plans[0].memory == replace(result.plans[0].memory, method=alone.plans[0].memory.method)
 
@@ -139,7 +140,7 @@ def test_saves_a_page_the_record_and_pictures(result: BenchResult, tmp_path: Pat
     ]
     record = json.loads(paths[1].read_text())
     assert record == json.loads(result.to_json())
-    assert record["environment"]["device_type"] == "cpu"
+    assert record["environment"]["device_type"] == DEVICE
     assert result.headline() in paths[0].read_text().replace("&#39;", "'").replace("\xa0", " ")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[2:])
 
@@ -176,7 +177,7 @@ def test_no_more_batches_are_taken_in_a_start_than_steps_were_asked_for(tiny: st
     result = bench(
         f"{tiny}:three",
         ["bf16-mixed"],
-        device="cpu",
+        device=DEVICE,
         hopeless=NEVER,
         steps=3,
         rounds=2,
@@ -201,7 +202,7 @@ def test_what_cannot_run_elsewhere_is_timed_here_and_that_is_said(tiny: str, why
 
     losses = {"it holds a lock": holding, "it fails there": failing, "it is told not to": workload.loss}
     result = bench(
-        replace(workload, loss=losses[why]), ["bf16-mixed"], device="cpu", hopeless=NEVER, steps=9, rounds=6,
+        replace(workload, loss=losses[why]), ["bf16-mixed"], device=DEVICE, hopeless=NEVER, steps=9, rounds=6,
         starts=0 if why == "it is told not to" else 2, memory=False,
     )  # fmt: skip
     assert (result.starts, result.rounds) == (0, 6)
@@ -219,7 +220,7 @@ def test_a_plan_that_fails_in_its_own_process_alone_says_so(tiny: str) -> None:
         return workload.loss(model, batch)
 
     result = bench(
-        replace(workload, loss=loss), ["bf16-mixed", "bf16-true"], device="cpu", hopeless=NEVER, steps=9, rounds=4, starts=2,
+        replace(workload, loss=loss), ["bf16-mixed", "bf16-true"], device=DEVICE, hopeless=NEVER, steps=9, rounds=4, starts=2,
         memory=False,
     )  # fmt: skip
     row = _row(result, "bf16-true")
@@ -235,7 +236,7 @@ def test_a_hopeless_plan_is_stopped_and_says_by_how_much(tiny: str) -> None:
     result = bench(
         f"{tiny}:slow_in_low",
         ["bf16-mixed", "bf16-true"],
-        device="cpu",
+        device=DEVICE,
         starts=0,
         steps=62,
         rounds=6,
@@ -258,7 +259,7 @@ def test_a_plan_the_device_cannot_run_is_a_row_with_the_reason(tiny: str) -> Non
     result = bench(
         f"{tiny}:mlp",
         [*names, "bf16-mixed"],
-        device="cpu",
+        device=DEVICE,
         hopeless=NEVER,
         starts=0,
         steps=9,
@@ -275,7 +276,7 @@ def test_a_plan_the_device_cannot_run_is_a_row_with_the_reason(tiny: str) -> Non
 def test_a_region_that_matches_nothing_is_a_row_with_the_reason(tiny: str) -> None:
     plan = replace(Plan.preset("bf16-mixed"), regions=(Region("nowhere.*", compute="fp32"),))
     result = bench(
-        f"{tiny}:mlp", [plan], device="cpu", hopeless=NEVER, starts=0, steps=9, rounds=3, memory=False
+        f"{tiny}:mlp", [plan], device=DEVICE, hopeless=NEVER, starts=0, steps=9, rounds=3, memory=False
     )
     assert result.plans[1].status == "unsupported"
     assert "nowhere.*" in result.plans[1].reason
@@ -285,7 +286,7 @@ def test_an_exception_in_one_plan_does_not_lose_the_others(tiny: str) -> None:
     result = bench(
         f"{tiny}:breaks_in_low",
         ["bf16-mixed", "bf16-true"],
-        device="cpu",
+        device=DEVICE,
         hopeless=NEVER,
         starts=0,
         steps=20,
@@ -310,7 +311,7 @@ def test_process_is_left_as_it_was(tiny: str) -> None:
     bench(
         f"{tiny}:breaks_in_low",
         ["bf16-mixed", "bf16-true"],
-        device="cpu",
+        device=DEVICE,
         hopeless=NEVER,
         starts=0,
         steps=9,
@@ -319,7 +320,7 @@ def test_process_is_left_as_it_was(tiny: str) -> None:
     )
     assert torch.rand(1) == expected
     assert torch.backends.mkldnn.matmul.fp32_precision == before
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -344,7 +345,7 @@ def test_a_broken_workload_is_one_clear_sentence(
         bench(
             f"{tiny}:{attribute}",
             ["bf16-mixed"],
-            device="cpu",
+            device=DEVICE,
             hopeless=NEVER,
             starts=0,
             steps=12,
@@ -367,7 +368,7 @@ def test_the_baseline_is_fp32_by_name_wherever_it_stands(tiny: str) -> None:
     result = bench(
         f"{tiny}:mlp",
         plans,
-        device="cpu",
+        device=DEVICE,
         hopeless=NEVER,
         starts=0,
         steps=4,
@@ -383,7 +384,7 @@ def test_short_runs_have_fewer_rounds(tiny: str) -> None:
     result = bench(
         f"{tiny}:mlp",
         ["bf16-mixed"],
-        device="cpu",
+        device=DEVICE,
         hopeless=NEVER,
         starts=0,
         steps=5,

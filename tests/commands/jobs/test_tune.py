@@ -100,7 +100,7 @@ def test_the_plan_loads_and_trains_and_every_other_has_its_reason(
     assert all(c["reason"] for c in record["candidates"] if c["status"] == "rejected")
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with castwise.Amp(Plan.load(tmp_path / "plan.json"), device="cpu") as amp:
+    with castwise.Amp(Plan.load(tmp_path / "plan.json"), device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         losses = []
         for batch in data(4) * 6:
@@ -217,7 +217,7 @@ def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again(
     # what cannot be sent to another process is measured in forks, which start at once
     made = Workload("wide", wide, adamw, lambda seed: wide_batches(seed), loss)
     result = castwise.tune(
-        made, goal="memory", formats=("fp32", "bf16"), device="cpu", budget_s=120, warmup_steps=5
+        made, goal="memory", formats=("fp32", "bf16"), device=DEVICE, budget_s=120, warmup_steps=5
     )
     peaks = {c.plan: c.peak_bytes for c in result.evidence.candidates if c.peak_bytes is not None}
     assert len(peaks) >= 3
@@ -403,7 +403,7 @@ def test_no_batch_and_no_iterator_over_them_outlives_the_search(given: str, end:
             tune(loss=maybe, batches=Loading(), **options)
         else:
             job = Workload("job", network, adamw, lambda _seed: Loader(), maybe)
-            castwise.tune(job, device="cpu", **options)
+            castwise.tune(job, device=DEVICE, **options)
     except WorkloadError as error:
         caught = error  # with the frames that it came through
     finally:

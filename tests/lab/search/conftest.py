@@ -17,8 +17,9 @@ from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.final import Final
 from castwise.lab.search.starts import race_final
 from castwise.lab.search.state import Search
+from tests.here import DEVICE
 
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 BEGUN: Any = SimpleNamespace(
     optimizer="AdamW", arrived=False, as_given=None, parts=(), used=frozenset(), numerics=SimpleNamespace(left=lambda: 1000), images=False,
     test=SimpleNamespace(

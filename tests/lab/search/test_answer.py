@@ -21,6 +21,7 @@ from castwise.lab.search.final import Final
 from castwise.lab.search.record import evidence
 from castwise.lab.search.state import Choice, Search
 from castwise.lab.workloads.workload import find_workload
+from tests.here import DEVICE
 from tests.lab.search.conftest import BEGUN
 
 LEAN = Plan.parse("fp32+memory_format=channels_last+optimizer=fused")
@@ -29,7 +30,7 @@ SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001,
 
 def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Search:
     """A search that came to its end with these seconds per step, which differ from start to start by a thousandth."""
-    search = Search(Context(find_workload("sine?size=16"), torch.device("cpu"), Settings(**settings)))  # type: ignore[arg-type]
+    search = Search(Context(find_workload("sine?size=16"), torch.device(DEVICE), Settings(**settings)))  # type: ignore[arg-type]
     search.begun, search.complete = BEGUN, True
     starts = [[[t * (1 + 0.001 * ((i + s) % 3))] * 4 for s in range(4)] for i, t in enumerate(times.values())]
     search.final = Final(list(times), times_s=starts)

@@ -59,7 +59,7 @@ from tests.here import DEVICE
 from tests.lab.search.conftest import BEGUN
 from tests.soak import every
 
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 
 
 class SlowWhenLow(nn.Module):
@@ -98,7 +98,7 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        x = torch.randn(8, 16, generator=generator)
+        x = torch.randn(8, 16, generator=generator, device=DEVICE)
         yield x, x[:, 0].gt(0).long()
 
 
@@ -160,7 +160,7 @@ def test_a_format_that_the_device_lacks_is_left_out_with_its_reason() -> None:
     plans, dropped = whole_step_plans(("fp32", "tf32"), CPU, sgd(line.parameters()), has_images=False)
     refused = []
     try:
-        castwise.Amp("tf32", device="cpu")
+        castwise.Amp("tf32", device=DEVICE)
     except DeviceError as error:
         refused.append(f"not supported by this device: {error}")
     assert list(dropped.values()) == refused
@@ -304,7 +304,7 @@ def test_a_fault_of_the_code_is_no_word_on_a_format(
     with pytest.raises(
         WorkloadError, match=rf"{error.__name__}: .*the mask must be of 16 rows.* \(test_choices.py, line"
     ):
-        castwise.tune(workload(Faulty), goal="numerics", device="cpu")
+        castwise.tune(workload(Faulty), goal="numerics", device=DEVICE)
 
 
 class Remembers(nn.Module):
@@ -340,6 +340,7 @@ def test_buffers_and_gradients_are_left_alone() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.cpu  # whose kernels for low formats may be slow beyond measure
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
@@ -357,6 +358,7 @@ def test_a_module_shows_on_a_piece_what_it_takes(module: nn.Module, shape: tuple
     assert max(seen) <= inputs.numel() // 2
 
 
+@pytest.mark.cpu  # whose kernels for low formats may be slow beyond measure
 @pytest.mark.parametrize("has", [True, False])
 def test_bf16_is_tried_on_a_piece_first_where_the_cpu_has_none(
     has: bool, monkeypatch: pytest.MonkeyPatch

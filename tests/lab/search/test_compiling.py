@@ -38,9 +38,10 @@ from tests.here import DEVICE
 from tests.report.evidence import make_candidate, make_evidence, make_record
 from tests.soak import every, pairs, soaks
 
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 BF16, FP32_COMPILED = (Plan.parse(f"{name}+compile=default") for name in ("bf16-mixed", "fp32"))
 
+compiles = pytest.mark.skipif(DEVICE == "sim", reason="nothing compiles for the simulated device")
 needs_backend = pytest.mark.skipif(
     not hasattr(torch.compiler, "set_default_backend"), reason="this torch compiles by Inductor alone"
 )
@@ -220,7 +221,7 @@ class Restless(Net):
 def batches(seed: int) -> Iterator[Tensor]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        yield torch.randn(8, 8, generator=generator)
+        yield torch.randn(8, 8, generator=generator, device=DEVICE)
 
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -248,6 +249,7 @@ def within(seconds: float) -> tuple[float, float]:
     return time.monotonic() + seconds, time.monotonic() + seconds
 
 
+@compiles
 @every(2, 1)
 @needs_backend
 @pytest.mark.parametrize(
@@ -263,6 +265,7 @@ def test_a_plan_whose_compiled_gradients_are_its_own_can_be_compiled(line: str, 
     assert min(found.compile_s, found.eager_s, found.step_s) > 0.0
 
 
+@compiles
 @needs_backend
 @pytest.mark.parametrize("plan", [FP32_COMPILED, BF16])
 def test_wrong_gradients_are_seen(plan: Plan) -> None:
@@ -273,12 +276,14 @@ def test_wrong_gradients_are_seen(plan: Plan) -> None:
     assert found.difference > 1.0
 
 
+@compiles
 @needs_backend
 def test_what_a_format_leaves_open_is_no_fault_in_it_alone() -> None:
     assert tried(WithinRounding, BF16).reason == ""
     assert "the gradient of a.weight differs" in tried(WithinRounding, FP32_COMPILED).reason
 
 
+@compiles
 @needs_backend
 def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
     plan = Plan.parse("bf16-master+compile=default")
@@ -286,6 +291,7 @@ def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
     assert "differs from that of the uncompiled plan" in tried(CoarseCompiled, plan).reason
 
 
+@compiles
 @needs_backend
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # Dynamo's own doing
 @pytest.mark.parametrize(
@@ -301,6 +307,7 @@ def test_gradients_that_alone_are_wrong_are_seen(model: type[Net], plan: Plan, o
     assert tried(model, plan).reason.startswith(f"not compiled: the gradient of {of}")
 
 
+@compiles
 @needs_backend
 def test_what_flips_in_few_draws_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(OnTheEdge, FP32_COMPILED).reason == ""
@@ -309,6 +316,7 @@ def test_what_flips_in_few_draws_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -
     assert "the gradient of other differs" in tried(OnTheEdge, FP32_COMPILED).reason
 
 
+@compiles
 @needs_backend
 @pytest.mark.parametrize(("plan", "by"), [(FP32_COMPILED, 1e-4), (BF16, 1e-2)])
 def test_gradients_that_are_only_rounding_may_be_any_that_are_small(plan: Plan, by: float) -> None:
@@ -339,6 +347,7 @@ def test_complex_weights_are_moved_and_compared_in_both_parts() -> None:
         assert torch.equal(run.model.get_parameter("w"), weight)
 
 
+@compiles
 @needs_backend
 def test_a_model_that_is_compiled_anew_at_every_step_is_not_compiled() -> None:
     assert tried(Restless, FP32_COMPILED).reason.startswith("not compiled: it recompiles ")
@@ -362,12 +371,14 @@ class ForgetsDeep(nn.Module):
         return self.forgets and torch.compiler.is_compiling()
 
 
+@compiles
 @needs_backend
 def test_gradients_that_are_forgotten_are_seen_where_a_format_leaves_much_open() -> None:
     assert tried(lambda: ForgetsDeep(False), BF16).reason == ""
     assert tried(lambda: ForgetsDeep(True), BF16).reason.startswith("not compiled: the gradient of below.")
 
 
+@compiles
 @needs_backend
 def test_what_a_model_remembers_of_its_passes_is_no_fault() -> None:
     found = tried(RunningMean, FP32_COMPILED)
@@ -375,6 +386,7 @@ def test_what_a_model_remembers_of_its_passes_is_no_fault() -> None:
     assert found.difference < 1.0
 
 
+@compiles
 @needs_backend
 def test_what_cannot_be_compared_is_not_compiled() -> None:
     """A loss scale under which every gradient is infinite."""
@@ -386,6 +398,7 @@ def test_what_cannot_be_compared_is_not_compiled() -> None:
         assert found.reason.startswith("not compiled: its gradients at its first loss scale are not finite")
 
 
+@compiles
 @needs_backend
 def test_a_batch_whose_gradients_are_at_the_edge_hides_no_fault_in_the_others(
     monkeypatch: pytest.MonkeyPatch,
@@ -405,6 +418,7 @@ def test_a_batch_whose_gradients_are_at_the_edge_hides_no_fault_in_the_others(
     assert "the gradient of a.weight differs" in tried(WrongBelow, BF16).reason
 
 
+@compiles
 @needs_backend
 def test_what_the_compiler_refuses_is_the_reason() -> None:
     def refuses(_graph: Any, _inputs: Any) -> None:
@@ -416,6 +430,7 @@ def test_what_the_compiler_refuses_is_the_reason() -> None:
     assert "no kernel of that kind" in found.reason
 
 
+@compiles
 def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled() -> None:
     with torch.compiler.set_stance("force_eager"):
         assert tried(Net, BF16).reason == "not compiled: torch.compile finds nothing to compile in the model"
@@ -464,6 +479,7 @@ def tries(monkeypatch: pytest.MonkeyPatch, found: Callable[[Plan], CompileTrial]
     return asked
 
 
+@compiles
 def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     step_s = {
         compiled(AUTOCAST): 1.1,
@@ -482,6 +498,7 @@ def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: 
     )
 
 
+@compiles
 def test_what_is_not_known_to_be_slower_compiled_goes_on(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,6 +508,7 @@ def test_what_is_not_known_to_be_slower_compiled_goes_on(
     assert set(search.journal.fates) == {FP32_COMPILED}
 
 
+@compiles
 def test_plans_are_compiled_as_they_keep_memory(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [dataclasses.replace(plan, host_memory="keep") for plan in (AUTOCAST, OTHERS[0], FP32)]
     asked = tries(monkeypatch, lambda _: CompileTrial("", 0.1, 1.0, gain(0.5)))
@@ -498,6 +516,7 @@ def test_plans_are_compiled_as_they_keep_memory(search: Search, monkeypatch: pyt
     assert asked == [*map(compiled, kept)]
 
 
+@compiles
 def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +531,7 @@ def test_who_always_compiles_takes_the_slow_too_and_never_what_is_wrong(
     assert search.journal.fates == {FP32_COMPILED: Fate("failed", "not compiled: wrong")}
 
 
+@compiles
 def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -528,6 +548,7 @@ def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
     assert asked == [BF16]
 
 
+@compiles
 def test_the_first_may_take_what_the_final_can_spare(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tries(monkeypatch, lambda plan: CompileTrial("", 0.1, 1.0, gain(0.5)))
     now = time.monotonic()
@@ -574,6 +595,7 @@ def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
     assert found.reason == "does not compile: the process ended without a message, perhaps out of memory"
 
 
+@compiles
 def test_what_a_trial_has_started_is_gone_when_it_is_over(search: Search, tmp_path: Path) -> None:
     """A compiler of its own, say, that would write into a folder that is being removed."""
     told = tmp_path / "pid"
@@ -583,12 +605,15 @@ def test_what_a_trial_has_started_is_gone_when_it_is_over(search: Search, tmp_pa
         time.sleep(60.0)
         return Net()
 
-    found = compiling._tried(search.context, portable(workload(starts_and_sleeps)), BF16, 1.0)
+    found = compiling._tried(
+        search.context, portable(workload(starts_and_sleeps)), BF16, 1.0 if DEVICE == "cpu" else 30.0
+    )
     assert found.reason.startswith("not tried: compiling took longer")
     status = Path(f"/proc/{told.read_text()}/stat")
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
+@compiles
 def test_a_fault_of_the_code_comes_out_of_a_trial(search: Search) -> None:
     def faulty() -> nn.Module:
         raise LookupError("no such file of weights")
@@ -597,6 +622,7 @@ def test_a_fault_of_the_code_comes_out_of_a_trial(search: Search) -> None:
         compiling._tried(search.context, portable(workload(faulty)), BF16, 60.0)
 
 
+@compiles
 def test_a_workload_that_another_process_cannot_run_is_not_compiled_and_that_is_said(search: Search) -> None:
     here = os.getpid()
 
@@ -676,12 +702,13 @@ def test_true_and_false_mean_always_and_never() -> None:
     assert [Settings(compile=given).compile for given in (True, False)] == ["always", "never"]
 
 
+@compiles
 @needs_backend
 def test_a_search_compiles_its_finalists_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in ((decision, "LEAST", 1), (decision, "MOST", 1), (final, "ROUNDS", 3)):
         monkeypatch.setattr(module, name, value)
     result = castwise.tune(
-        workload(_traced), formats=("fp32", "bf16"), device="cpu", memory=False, budget_s=45, compile=True
+        workload(_traced), formats=("fp32", "bf16"), device=DEVICE, memory=False, budget_s=45, compile=True
     )
     record = result.evidence
     assert record.settings["compile"] == "always"

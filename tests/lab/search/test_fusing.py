@@ -27,6 +27,7 @@ from castwise.lab.search.reference import refer
 from castwise.lab.search.state import Search
 from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import Lap
+from tests.here import DEVICE
 from tests.lab.search.test_choices import CPU, left_for, workload
 
 FUSED = Plan.parse("fp32+optimizer=fused")
@@ -238,7 +239,7 @@ def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04 * fuses)
     monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.0)
     result = castwise.tune(
-        DEEP, device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
+        DEEP, device=DEVICE, formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
     )
     rows = {Plan.parse(row.plan): row for row in result.evidence.candidates}
     raced = {plan for plan, row in rows.items() if row.rounds and row.speedup} - {FP32, AUTOCAST}
@@ -270,7 +271,7 @@ def test_where_whole_steps_say_that_what_was_to_save_time_takes_more_fp32_stays_
         return final.Final([FP32, FUSED], times_s=starts, choice={FUSED}, decision=Decision(0, True))
 
     monkeypatch.setattr("castwise.lab.search.fastest.race_final", raced)
-    result = castwise.tune(DEEP, device="cpu", formats=("fp32",), budget_s=20, memory=False, fresh=True)
+    result = castwise.tune(DEEP, device=DEVICE, formats=("fp32",), budget_s=20, memory=False, fresh=True)
     assert result.plan.optimizer == "as_given"
     assert any(note.startswith("Plain fp32 could be chosen too") for note in result.evidence.notes)
     assert " that can be chosen" not in result.evidence.candidates[0].reason
@@ -284,7 +285,7 @@ def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
 
     monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04)
     monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.0)
-    asks = {"device": "cpu", "formats": ("fp32",), "budget_s": 20, "memory": False, "fresh": True}
+    asks = {"device": DEVICE, "formats": ("fp32",), "budget_s": 20, "memory": False, "fresh": True}
     result = castwise.tune(DEEP, **asks)  # type: ignore[arg-type]
     assert str(result.plan) == str(FUSED)
     rows = {Plan.parse(row.plan): row for row in result.evidence.candidates}

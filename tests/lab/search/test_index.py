@@ -46,7 +46,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        yield torch.randn(16, WIDE, generator=generator), torch.randn(16, 2, generator=generator)
+        yield (
+            torch.randn(16, WIDE, generator=generator, device=DEVICE),
+            torch.randn(16, 2, generator=generator, device=DEVICE),
+        )
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -63,7 +66,7 @@ JOB = Workload(
 
 
 def tuned(workload: Workload = JOB, **options: Any) -> castwise.TuneResult:
-    return castwise.tune(workload, goal="numerics", formats=("bf16",), device="cpu", memory=False, **options)
+    return castwise.tune(workload, goal="numerics", formats=("bf16",), device=DEVICE, memory=False, **options)
 
 
 def test_the_same_job_is_answered_at_once_with_all_that_was_measured() -> None:
@@ -77,6 +80,7 @@ def test_the_same_job_is_answered_at_once_with_all_that_was_measured() -> None:
     assert tuned(fresh=True).evidence.notes == first.evidence.notes
 
 
+@pytest.mark.cpu  # whose work alone is on the host's heap
 def test_an_answer_is_for_the_heap_that_it_was_found_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether freed memory goes back to the system decides whether a plan keeps it."""
     first = tuned()

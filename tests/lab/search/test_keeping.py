@@ -35,6 +35,9 @@ KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mix
 needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not glibc")
 
 
+pytestmark = pytest.mark.cpu  # memory that is kept is the host's, of work on CPUs
+
+
 class Wide(nn.Module):
     """Makes tensors and drops them: blocks of 24 MiB, which may be kept."""
 
@@ -58,7 +61,7 @@ class Wider(Wide):
 def batches(seed: int) -> Iterator[Tensor]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        yield torch.randn(8, 4, generator=generator)
+        yield torch.randn(8, 4, generator=generator, device=DEVICE)
 
 
 WIDE = Workload("wide", Wide, sgd, batches, lambda model, batch: model(batch).square().mean())
@@ -119,7 +122,9 @@ def test_in_one_process_each_plan_keeps_its_own_blocks_alone() -> None:
 
     job = Workload("wide", Wide, sgd, batches, loss)
     plans = ["fp32", "fp32+host_memory=keep"]
-    castwise.bench(job, device="cpu", plans=plans, steps=6, starts=0, rounds=2, memory=False, inference=False)
+    castwise.bench(
+        job, device=DEVICE, plans=plans, steps=6, starts=0, rounds=2, memory=False, inference=False
+    )
     assert {"keep", "as_given"} == set(seen)
     assert 0.3 < seen.count("keep") / len(seen) < 0.7
     assert HEAP.host_memory == "as_given"
@@ -233,7 +238,7 @@ def test_finalists_keep_memory_and_race_no_longer_as_they_are(
     monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
     monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.04 * keeps)
     result = castwise.tune(
-        workload(), device="cpu", formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
+        workload(), device=DEVICE, formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True
     )
     raced = {Plan.parse(row.plan) for row in result.evidence.candidates if row.rounds and row.speedup}
     kept = {plan for plan in raced if plan.host_memory == "keep"}

@@ -21,6 +21,7 @@ from castwise.lab.search.finalists import AS_GOOD
 from castwise.lab.search.record import evidence
 from castwise.lab.search.state import Choice, Search
 from castwise.lab.workloads.workload import find_workload
+from tests.here import DEVICE
 
 PLAN, FP32 = Plan.preset("bf16-mixed"), Plan.preset("fp32")
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
@@ -33,7 +34,7 @@ def finding(value: float, verdict: str) -> ParityResult:
 
 def searched() -> Search:
     return Search(
-        Context(find_workload("sine?size=16"), torch.device("cpu"), Settings(formats=("fp32", "bf16")))
+        Context(find_workload("sine?size=16"), torch.device(DEVICE), Settings(formats=("fp32", "bf16")))
     )
 
 
@@ -176,7 +177,7 @@ def test_where_memory_is_what_counts_it_is_what_speaks_against_a_plan() -> None:
     search = Search(
         Context(
             find_workload("sine?size=16"),
-            torch.device("cpu"),
+            torch.device(DEVICE),
             Settings(formats=("fp32", "bf16"), goal="memory"),
         )
     )
@@ -220,7 +221,7 @@ def test_what_speaks_against_numerics_speaks_against_each_plan_of_them(refused: 
 def test_a_round_that_ended_in_its_middle_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some had one time more than others, and all that was known was lost without a word."""
     search = searched()
-    search.race = Contest(search.context.workload, torch.device("cpu"))
+    search.race = Contest(search.context.workload, torch.device(DEVICE))
     other = Plan.preset("bf16-master")
     for plan, times in ((FP32, [1.0, 1.0]), (PLAN, [0.5, 0.5]), (other, [0.4])):
         search.race.entries[plan] = Entry(plan, list(times))

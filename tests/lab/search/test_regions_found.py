@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan
 from castwise.lab.search.regions import Part, exempt, find_parts, only, operators_used, whole
+from tests.here import DEVICE
 
 
 class Gate(nn.Module):
@@ -63,7 +64,7 @@ def formats_seen(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
             seen[name] = out.dtype
 
         module.register_forward_hook(note)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model)(torch.randn(4, 8))
     return seen
 

@@ -47,8 +47,8 @@ class Cast(nn.Module):
     """Goes into the format of the operators around it, as code written for torch.autocast does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        low = torch.is_autocast_enabled("cpu")
-        return x.to(torch.get_autocast_dtype("cpu")) if low else x
+        low = torch.is_autocast_enabled(DEVICE)
+        return x.to(torch.get_autocast_dtype(DEVICE)) if low else x
 
 
 class Glue(nn.Module):
@@ -94,7 +94,10 @@ class NoKernel(nn.Module):
 def batches(seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        yield torch.randn(16, 16, generator=generator), torch.randint(4, (16,), generator=generator)
+        yield (
+            torch.randn(16, 16, generator=generator, device=DEVICE),
+            torch.randint(4, (16,), generator=generator, device=DEVICE),
+        )
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -127,7 +130,7 @@ def model(depth: int, *places: nn.Module) -> nn.Sequential:
 
 
 def search(made: nn.Module, left_s: float = 0.0) -> NumericsSearch:
-    test = ParityTest(Prober(made, loss, batches(), torch.device("cpu")), 1, True)
+    test = ParityTest(Prober(made, loss, batches(), torch.device(DEVICE)), 1, True)
     test.reference(8)
     parts = find_parts(made, lambda: loss(made, test.prober.micros[0].batch))
     return NumericsSearch(test, parts, left_s=lambda: left_s)

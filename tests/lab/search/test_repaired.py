@@ -16,6 +16,7 @@ from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search import final
 from castwise.lab.search.axes import AUTOCAST, FP32, numerics_of
 from castwise.lab.search.repair import NumericsSearch
+from tests.here import DEVICE
 from tests.lab.search.test_repair import Offset, batches, loss, model
 
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
@@ -44,7 +45,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(job: Workload = JOB, goal: str = "time") -> castwise.TuneResult:
     return castwise.tune(
-        job, device="cpu", formats=("fp32", "bf16"), goal=goal, budget_s=40, memory=False, fresh=True
+        job, device=DEVICE, formats=("fp32", "bf16"), goal=goal, budget_s=40, memory=False, fresh=True
     )
 
 

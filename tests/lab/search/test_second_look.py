@@ -42,7 +42,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 def batches(seed: int) -> Iterator[Tensor]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        yield torch.randn(32, 16, generator=generator)
+        yield torch.randn(32, 16, generator=generator, device=DEVICE)
 
 
 def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -55,7 +55,7 @@ GROWS = Workload("grows", Shifted, optimizer, batches, loss)
 
 
 def looked(job: Workload = GROWS, chosen: Choice = Choice(AUTOCAST)) -> Search:
-    search = Search(Context(job, torch.device("cpu"), Settings(("fp32", "bf16"), warmup_steps=4)))
+    search = Search(Context(job, torch.device(DEVICE), Settings(("fp32", "bf16"), warmup_steps=4)))
     search.begun = refer(search.context)
     search.choice = dataclasses.replace(chosen, verified=search.reference.numerics.find(chosen.plan))
     assert search.choice.verified is not None

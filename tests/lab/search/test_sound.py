@@ -20,6 +20,7 @@ from castwise.lab.search.finalists import favourite
 from castwise.lab.search.pairs import is_hopeless, train_pairs
 from castwise.lab.search.sound import cleared, training_runs
 from castwise.lab.search.state import Search
+from tests.here import DEVICE
 from tests.lab.search.conftest import raced
 from tests.lab.search.test_choices import noted, workload
 
@@ -85,7 +86,7 @@ def test_what_is_sure_to_lose_by_training_is_trained_half_as_long(search: Search
     assert not is_hopeless(same, worse, 8, margin=0.0092)
     assert not is_hopeless(same, same, 8, margin=0.0)
     assert is_hopeless(same, [math.nan] * 4, 8, margin=1.0)
-    made = (search.context.workload, LOSING, torch.device("cpu"))
+    made = (search.context.workload, LOSING, torch.device(DEVICE))
     halves, whole = (train_pairs(*made, steps=40, seeds=4, until_hopeless=early) for early in (True, False))
     assert (halves.seeds, whole.seeds) == (2, 4)
     assert "not worse" not in (halves.verdict, whole.verdict)

@@ -16,6 +16,8 @@ from castwise.lab.search.contest import Contest
 from tests.here import DEVICE
 from tests.soak import every, pairs
 
+pytestmark = pytest.mark.sparse
+
 
 class Bags(nn.Module):
     """Sparse gradients alone."""
@@ -45,7 +47,7 @@ class Both(nn.Module):
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        ids = torch.randint(50, (16, 6), generator=generator)
+        ids = torch.randint(50, (16, 6), generator=generator, device=DEVICE)
         yield ids, ids.sum(1) % 4
 
 
@@ -101,7 +103,7 @@ def test_gradients_are_those_of_dense_tables() -> None:
 def test_every_plan_of_a_bench_comes_to_its_end(case: str, plan: str) -> None:
     plans = ("fp32", plan)
     result = castwise.bench(
-        made(CASES[case]), plans, steps=6, rounds=2, hopeless=1e9, memory=False, device="cpu"
+        made(CASES[case]), plans, steps=6, rounds=2, hopeless=1e9, memory=False, device=DEVICE
     )
     for row in result.plans:
         assert (row.status, row.reason, row.notes) == ("ok", "", ())
@@ -112,10 +114,10 @@ def test_every_plan_of_a_bench_comes_to_its_end(case: str, plan: str) -> None:
 
 @each
 def test_a_search_comes_to_its_end_and_a_race_has_all_its_numbers(case: tuple[type[nn.Module], Make]) -> None:
-    result = castwise.tune(made(case), goal="numerics", device="cpu")
+    result = castwise.tune(made(case), goal="numerics", device=DEVICE)
     assert str(result.plan) == "bf16-mixed"
     plans = [Plan.preset(name) for name in ("bf16-mixed", "bf16-master")]
-    with Contest(made(case), torch.device("cpu")) as contest:
+    with Contest(made(case), torch.device(DEVICE)) as contest:
         contest.run(plans, 1)
     for entry in contest.entries.values():
         assert entry.left is None
@@ -130,7 +132,7 @@ def test_no_fused_kernel_is_offered_for_sparse_gradients() -> None:
             plan.optimizer
             for plan in whole_step_plans(
                 ("fp32", "bf16"),
-                torch.device("cpu"),
+                torch.device(DEVICE),
                 optimizer,
                 has_images=False,
                 goal="memory",
@@ -141,7 +143,7 @@ def test_no_fused_kernel_is_offered_for_sparse_gradients() -> None:
     ]
     assert fused == [{"as_given", "fused"}, {"as_given"}]
     model = Both()
-    with castwise.Amp("fp32+optimizer=fused", device="cpu") as amp:
+    with castwise.Amp("fp32+optimizer=fused", device=DEVICE) as amp:
         model, optimizer = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         amp.backward(loss(model, next(batches(0))))
         with pytest.raises(RuntimeError, match="_fused_sgd` does not support sparse"):  # as torch has it

@@ -12,15 +12,16 @@ import castwise
 from castwise import Plan, Workload
 from castwise.lab.search.axes import whole_step_plans
 from castwise.lab.search.evidence import Candidate
+from tests.here import DEVICE
 from tests.lab.parity.test_updates import data, loss, mlp
 
-CPU = torch.device("cpu")
+CPU = torch.device(DEVICE)
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def lightest(make: Make, *formats: str, budget_s: float = 150.0) -> castwise.TuneResult:
     job = Workload("plain", mlp, make, data, loss)
-    return castwise.tune(job, device="cpu", goal="memory", formats=formats, budget_s=budget_s, fresh=True)
+    return castwise.tune(job, device=DEVICE, goal="memory", formats=formats, budget_s=budget_s, fresh=True)
 
 
 def true_row(result: castwise.TuneResult) -> Candidate:
@@ -69,6 +70,7 @@ def test_a_learning_rate_of_zero_shows_nothing() -> None:
     assert "whose learning rate is above 0" in true_row(result).reason
 
 
+@pytest.mark.cpu  # whose kernel is the one
 def test_sgd_is_not_fused_where_its_kernel_leaves_low_parameters_unchanged() -> None:
     def plans(make: Make) -> list[Plan]:
         found, _ = whole_step_plans(

@@ -48,7 +48,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def generators() -> tuple[Any, ...]:
-    return torch.get_rng_state().clone(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    device = None if DEVICE == "cpu" else torch.get_device_module(DEVICE).get_rng_state().clone()
+    return torch.get_rng_state().clone(), device, random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import castwise
 from castwise.commands.cli import app
 from castwise.core import checkpoint
+from castwise.core.casting.trees import to_device
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import CheckpointError, PlanError, StateError
 from castwise.lab.passes.isolation import seed_all
@@ -219,8 +220,8 @@ class Numbers(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        x = torch.randn(8) + random.random()  # of the worker's own generators
-        return x, torch.full((4,), float("nan") if index == 37 else float(index))
+        x = torch.randn(8, device="cpu") + random.random()  # of the worker's own generators
+        return x, torch.full((4,), float("nan") if index == 37 else float(index), device="cpu")
 
 
 def test_a_dataloader_with_workers(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_a_dataloader_with_workers(tmp_path: Path) -> None:
     loader = DataLoader(Numbers(), batch_size=8, num_workers=1, multiprocessing_context="fork")
     with Recorder(amp, model, tmp_path) as recorder:
         for batch in recorder.batches(loader):
-            amp.backward(loss(model, batch))
+            amp.backward(loss(model, to_device(batch, torch.device(DEVICE))))
             amp.step(optimizer)
             optimizer.zero_grad()
     again = replay(tmp_path, Net(), loss)
@@ -353,7 +354,7 @@ def test_a_batch_that_was_changed_in_place_is_said_to_be(tmp_path: Path) -> None
 
 
 def _write_for_ever(folder: Path) -> None:
-    weights = {"w": torch.zeros(1 << 20)}
+    weights = {"w": torch.zeros(1 << 20, device="cpu")}
     about = {"castwise": "", "torch": "", "plan": "", "digest": ""}
     for number in range(1, 10_000):
         step_files.write(folder, number, {"number": number}, weights, about)
@@ -466,7 +467,7 @@ def test_a_workload_needs_no_model(tmp_path: Path) -> None:
     with Recorder(amp, model, tmp_path, workload="digits?width=4&batch=8") as recorder:
         recorder.write("asked for")
         for _, batch in zip(range(1), recorder.batches(job.batches(0)), strict=False):
-            amp.backward(job.loss(model, batch))
+            amp.backward(job.loss(model, to_device(batch, torch.device(DEVICE))))
             amp.step(optimizer)
     with pytest.raises(StateError, match=r"type: castwise replay \S+ --workload 'digits\?width=4&batch=8'"):
         replay(tmp_path)
