@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -55,6 +58,46 @@ def test_regions_inside_regions(reentrant: bool) -> None:
         y.sum().backward()
     assert outer.runs == [torch.float32] * 2
     assert inner.runs == [torch.bfloat16] * 2
+
+
+INNER: dict[str, Callable[[], Any]] = {
+    "native": lambda: castwise.autocast("bf16", device_type=DEVICE),
+    "torch's": lambda: torch.autocast(DEVICE, dtype=torch.bfloat16),
+    "off": lambda: torch.autocast(DEVICE, enabled=False),
+    "fp32": lambda: castwise.autocast("fp32", device_type=DEVICE),
+    "another override": lambda: castwise.autocast(
+        Plan(compute="bf16", ops={"sigmoid": "as_is"}), device_type=DEVICE
+    ),
+}
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
+@pytest.mark.parametrize("open_still", [False, True], ids=["left", "open"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_part_is_recomputed_as_it_ran_whichever_block_is_open_meanwhile(
+    inner: Any, open_still: bool, reentrant: bool
+) -> None:
+    """A device runs its backward on a thread of its own, on which no block is open."""
+    pieces = Piece(), Piece(), Piece()
+
+    def part(piece: Piece) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(piece, x, use_reentrant=reentrant)
+        return out.float()
+
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):
+        with castwise.autocast(P, device_type=DEVICE):
+            loss = part(pieces[0])
+            with inner():
+                loss = loss + part(pieces[1])
+            loss = (loss + part(pieces[2])).sum()
+            if open_still:
+                loss.backward()
+        if not open_still:
+            loss.backward()
+    for piece in pieces:
+        assert len(piece.runs) == 2
+        assert len(set(piece.runs)) == 1
 
 
 def test_a_backward_that_raised_leaves_no_region_behind() -> None:

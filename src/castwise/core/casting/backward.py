@@ -14,13 +14,14 @@ triggered the recomputation.
 
 from __future__ import annotations
 
+import operator
 import threading
 from typing import Any
 
 import torch
 
 from castwise.core import _torch
-from castwise.core.casting.frames import BackwardFrame, Frame, left_blocks, thread
+from castwise.core.casting.frames import BackwardFrame, Frame, left_blocks, open_elsewhere, thread
 
 _NOTED = "castwise frame"
 _live_tasks: set[int] = set()
@@ -105,11 +106,16 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 def left_block() -> Frame | None:
     """Return the :class:`Frame` of the autocast block in which the running autograd node was created, or None."""
-    number = _torch.autograd.running_node_number() if left_blocks else None
+    open_blocks = [block for block in open_elsewhere() if block[1].device_type != "cpu"]
+    number = _torch.autograd.running_node_number() if left_blocks or open_blocks else None
     if number is None:
         return None
     here = threading.get_ident()
-    best, found = -1, None
+    best, found = max(
+        ((first, frame) for first, frame in open_blocks if first <= number),
+        key=operator.itemgetter(0),
+        default=(-1, None),
+    )
     for first, last, made_by, frame in reversed(left_blocks):
         # Numbers are counted per thread. CPU nodes run on the thread that calls backward; each device has its own thread.
         if made_by != here and frame.device_type == "cpu":
@@ -119,3 +125,14 @@ def left_block() -> Frame | None:
         if best < first <= number:
             best, found = first, frame  # of nested blocks the innermost began last
     return found
+
+
+def inner_block() -> Frame | None:
+    """Return the result of :func:`left_block` for a node that was created inside of the block that is open on this thread.
+
+    The block that the node was created in was left, and is inside of the open one. A recomputation that opens blocks itself is
+    cast by these.
+    """
+    entered = thread.state.saved[-1][8]
+    number = _torch.autograd.running_node_number() if type(entered) is int else None
+    return left_block() if number is not None and entered <= number else None

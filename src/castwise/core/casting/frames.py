@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -87,7 +88,7 @@ class State:
     other times, such as in a recomputation during backward, it is None, since nothing would drop the copies.
     """
 
-    __slots__ = ("backward", "frame", "saved", "weights")
+    __slots__ = ("__weakref__", "backward", "frame", "saved", "weights")
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
@@ -104,8 +105,11 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.state = State()
+        states.add(self.state)
 
 
+states: weakref.WeakSet[State] = weakref.WeakSet()
+"""The states of all threads."""
 thread = _Thread()
 
 watch_compilations: Callable[[], None] | None = None
@@ -200,7 +204,11 @@ def pop() -> None:
         _set_enabled(device, enabled)
     if frame.code or (before is not None and before.code):
         _torch.dynamo.set_guard_code(0 if before is None else before.code)
-    if frame.overrides and type(entered) is int and (last := _torch.autograd.sequence_number()) > entered:
+    if (
+        _tells_apart(frame, before)
+        and type(entered) is int
+        and (last := _torch.autograd.sequence_number()) > entered
+    ):
         left_blocks.append((entered, last, threading.get_ident(), frame))
     if state.saved and state.saved[-1][6] is _LEFT:
         pop()
@@ -212,7 +220,7 @@ _LEFT = object()
 It is popped together with them.
 """
 left_blocks: deque[tuple[int, int, int, Frame]] = deque(maxlen=4096)
-"""The autocast blocks with operator overrides that were left.
+"""The autocast blocks with operator overrides, or inside of such a block, that were left.
 
 For each block: the sequence number of its first autograd node, the number after its last node, the thread, and the frame.
 Only the newest blocks are kept, since a graph that is older than so many blocks is not recomputed in practice."""
@@ -282,7 +290,28 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 def push_block(frame: Frame) -> None:
     """Make a :class:`Frame` active on this thread, for an autocast block that the user opens with ``castwise.autocast``."""
-    push(frame, frame, False, _torch.autograd.sequence_number() if frame.overrides else 0)
+    numbered = _tells_apart(frame, thread.state.frame)
+    push(frame, frame, False, _torch.autograd.sequence_number() if numbered else 0)
+
+
+def _tells_apart(frame: Frame, around: Frame | None) -> bool:
+    """Whether operators are cast by another rule inside of a block than by torch.autocast or in the block around it."""
+    return bool(frame.overrides) or (around is not None and bool(around.overrides))
+
+
+def open_elsewhere() -> Iterator[tuple[int, Frame]]:
+    """The autocast blocks that other threads have entered, as those from which a device's thread runs a backward pass.
+
+    For each block: the sequence number of its first autograd node, and its frame.
+    """
+    for state in [*states] if len(states) > 1 else ():
+        saved = [*state.saved]
+        if state is thread.state or not saved:
+            continue
+        inside = [*(entry[0] for entry in saved[1:]), state.frame]
+        for entry, frame in zip(saved, inside, strict=True):
+            if frame is not None and type(entry[8]) is int and _tells_apart(frame, entry[0]):
+                yield entry[8], frame
 
 
 def pop_block(frame: Frame | None = None) -> None:

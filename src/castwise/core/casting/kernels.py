@@ -25,8 +25,8 @@ import torch
 from castwise.core import _torch
 from castwise.core.casting import frames, tracing
 from castwise.core.casting.attention import unfused_attention
-from castwise.core.casting.backward import current_frame, left_block
-from castwise.core.casting.frames import Frame, thread
+from castwise.core.casting.backward import current_frame, inner_block, left_block
+from castwise.core.casting.frames import Frame, left_blocks, thread
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.rules import Row, advice, operator_overloads
 from castwise.errors import BannedOperatorError
@@ -253,6 +253,8 @@ def _kernel(op: Any, name: str, device_type: str) -> Callable[..., Any]:
         frame = state.frame if state.backward is None else current_frame()
         if frame is None:
             frame = left_block() or ambient.get(device_type)
+        elif left_blocks and state.backward is None:
+            frame = inner_block() or frame
         if frame is not None:
             action = frame.overrides.get(name)
             if action is _parts:
