@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from castwise.commands.jobs.tune_result import TuneResult
+from castwise.core.casting import frames
 from castwise.core.plans.plan import Plan
 from castwise.lab.timing.processes import Home
 from tests import schemas
@@ -118,6 +119,7 @@ def nothing_old_is_met() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+    frames._kept.clear()  # kernels of blocks that backward passes of those tests might have needed
     gc.collect()
     gc.freeze()
     gc.set_threshold(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import castwise
 from castwise import Plan
+from castwise.core.casting import frames, kernels
 from tests.here import DEVICE
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
@@ -112,3 +114,24 @@ def test_a_backward_that_raised_leaves_no_region_behind() -> None:
             amp.backward(model(X).sum())
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             assert torch.sigmoid(X @ X).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_kernels_of_a_block_that_is_gone_are_there_for_its_backward_and_no_longer(reentrant: bool) -> None:
+    frames._kept.clear()
+    piece, weight = Piece(), torch.nn.Parameter(X.clone())
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with set_checkpoint_early_stop(False):
+        with castwise.autocast(P, device_type=DEVICE):
+            loss = checkpoint(piece, weight, use_reentrant=reentrant).float().sum()
+        gc.collect()
+        assert "sigmoid" in kernels.registered(DEVICE)
+        loss.backward()
+    assert piece.runs == [torch.float32] * 2
+    for _ in range(frames._STEPS):
+        assert "sigmoid" in kernels.registered(DEVICE)
+        optimizer.step()
+    assert "sigmoid" not in kernels.registered(DEVICE)
+    with castwise.autocast(P, device_type=DEVICE), torch.no_grad():
+        piece(X)
+    assert "sigmoid" not in kernels.registered(DEVICE)

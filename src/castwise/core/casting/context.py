@@ -272,6 +272,8 @@ class autocast(torch.autocast):  # noqa: N801 - a context manager, named as torc
             tracing.graph_pop()
         else:
             frames.pop_block(self._frame)
+            if self._lease is not None:
+                frames.keep(self._lease)
 
     def __call__(self, function: _F) -> _F:
         """Decorate ``function`` so that every call of it runs inside this block."""

@@ -226,6 +226,24 @@ For each block: the sequence number of its first autograd node, the number after
 Only the newest blocks are kept, since a graph that is older than so many blocks is not recomputed in practice."""
 
 
+_STEPS, _BLOCKS = 8, 64
+_kept: deque[tuple[int, object]] = deque(maxlen=_BLOCKS)
+_kept_for: object = None
+
+
+def keep(lease: object) -> None:
+    """Keep the kernels of the autocast block that was left last, as a backward pass after it may recompute parts of it.
+
+    They are kept for so many steps of any optimizer, and for so many blocks. The object of a block in a ``with`` statement may
+    be gone by then. Does nothing for a block in which no autograd node was created.
+    """
+    global _kept_for
+    newest = left_blocks[-1] if left_blocks else None
+    if newest is not _kept_for:
+        _kept_for = newest
+        _kept.append((steps, lease))
+
+
 def leave(owner: object) -> bool:
     """Undo the last :func:`push` of ``owner`` on this thread, and later pushes of forwards that were interrupted.
 
@@ -376,6 +394,8 @@ def clear_weight_cache(*_: object) -> None:
     """
     global steps
     steps += 1
+    while _kept and _kept[0][0] + _STEPS <= steps:
+        _kept.popleft()
     weights = thread.state.weights
     if weights:
         weights.clear()
