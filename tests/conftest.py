@@ -119,7 +119,6 @@ def nothing_old_is_met() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-    frames._kept.clear()  # kernels of blocks that backward passes of those tests might have needed
     gc.collect()
     gc.freeze()
     gc.set_threshold(
@@ -130,6 +129,7 @@ def nothing_old_is_met() -> None:
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     """No test leaves autocast on, or another default dtype behind, for the tests after it."""
+    frames._kept.clear()  # kernels of blocks that backward passes of other tests might have needed
     yield
     on = [device for device in {"cpu", "cuda", DEVICE} if torch.is_autocast_enabled(device)]
     for device in on:

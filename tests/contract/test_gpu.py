@@ -11,6 +11,7 @@ from torch import nn
 import castwise
 from castwise.core.plans.plan import PRESETS
 from tests.contract.models import CASES, Case
+from tests.here import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +45,7 @@ def test_every_preset_learns(name: str, case: Case, fused: bool) -> None:
 
 def test_the_cuda_table_on_a_cpu_predicts_the_gpu() -> None:
     """The rules of CUDA on the CPU give every output the dtype that torch.autocast gives it on CUDA."""
-    x = torch.rand(4, 4) + 0.5
+    x = torch.rand(4, 4, device="cpu") + 0.5
 
     def outputs(x: torch.Tensor) -> list[torch.dtype]:
         y = x @ x
@@ -162,7 +163,7 @@ def test_a_default_device_is_left_to_the_user() -> None:
             optimizer.zero_grad()
         amp.close()
     finally:
-        torch.set_default_device(None)
+        torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
 
 
 BF16_FLAT = pytest.mark.xfail(strict=False, reason="torch 2.11 lays weights in bf16 side by side nowhere")

@@ -203,11 +203,18 @@ def register() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     for overload in ("Scalar", "ScalarList"):
         _LIBRARY.impl(f"_foreach_lerp_.{overload}", _foreach_lerp_, "PrivateUse1")
+    _LIBRARY.impl("_foreach_zero_", _foreach_zero_, "PrivateUse1")
+
+
+# Like CUDA's kernels, these do not count their writes.
 
 
 def _foreach_lerp_(tensors: list[torch.Tensor], ends: list[torch.Tensor], weight: Any) -> None:
-    """Like CUDA's kernel, it does not count its writes."""
     torch._foreach_lerp_([*map(as_kernels_see, tensors)], [*map(as_kernels_see, ends)], weight)
+
+
+def _foreach_zero_(tensors: list[torch.Tensor]) -> None:
+    torch._foreach_zero_([*map(as_kernels_see, tensors)])
 
 
 def register_in_interpreters() -> None:

@@ -29,5 +29,6 @@ def fresh_amp() -> Iterator[None]:
     vars(state).update(vars(AmpState()))
     assert not frames.ambient
     assert frames.depth() == 0
+    frames._kept.clear()  # those of blocks, kept for their backward passes
     assert not kernels.registered("cpu")
     assert {name: vars(torch.Tensor).get(name) for name in methods} == methods

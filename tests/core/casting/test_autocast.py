@@ -117,20 +117,20 @@ def test_state_is_restored_after_nesting_and_exceptions() -> None:
 
 
 def test_the_format_that_a_script_sets_is_used_and_what_it_sets_inside_ends_with_the_block() -> None:
-    before = state()
+    before, before_dtype = state(), torch.get_autocast_dtype(DEVICE)
     torch.set_autocast_dtype(DEVICE, torch.float16)
     try:
         with castwise.autocast(DEVICE), castwise.autocast(device_type=DEVICE):
             assert (X @ X).dtype is torch.float16
     finally:
-        torch.set_autocast_dtype(DEVICE, torch.bfloat16)
+        torch.set_autocast_dtype(DEVICE, before_dtype)
     for outer in (castwise.autocast, torch.autocast):
         with outer(DEVICE):
-            assert (X @ X).dtype is torch.bfloat16
+            assert (X @ X).dtype is before_dtype
             with castwise.autocast(DEVICE):
                 torch.set_autocast_dtype(DEVICE, torch.float16)
                 torch.set_autocast_enabled(DEVICE, False)
-            assert (X @ X).dtype is torch.bfloat16
+            assert (X @ X).dtype is before_dtype
     assert state() == before
 
 

@@ -118,7 +118,6 @@ def test_a_backward_that_raised_leaves_no_region_behind() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_kernels_of_a_block_that_is_gone_are_there_for_its_backward_and_no_longer(reentrant: bool) -> None:
-    frames._kept.clear()
     piece, weight = Piece(), torch.nn.Parameter(X.clone())
     optimizer = torch.optim.SGD([weight], 0.1)
     with set_checkpoint_early_stop(False):

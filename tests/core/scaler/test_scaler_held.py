@@ -272,7 +272,7 @@ def test_a_wrapper_that_replaces_gradients_in_its_step(plan: str) -> None:
 def test_sparse_gradients_that_are_replaced() -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    amp = castwise.Amp("fp16-mixed", device=DEVICE)
+    amp = castwise.Amp("fp16-mixed+loss_scale.init=1024", device=DEVICE)
     amp.prepare(model, optimizer)
     for _ in range(2):  # torch puts a new sparse tensor in the place of the first
         amp.backward(model(torch.tensor([1, 2])).square().mean())

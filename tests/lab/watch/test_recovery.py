@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import statistics
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -435,6 +436,49 @@ def test_values_that_are_not_finite_in_every_batch_are_not_the_cause(tmp_path: P
 
     run.train(((x, y, torch.full((3,), math.nan)) for x, y in data(120)), grow)
     assert [one.cause for one in run.recovery.returns] == ["format"]
+
+
+class Steep(torch.autograd.Function):
+    """Passes its input on; where a parameter is damaged, its gradient is beyond fp16 at any loss scale."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter.detach().clone())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (parameter,) = ctx.saved_tensors
+        steep = torch.where(parameter.abs().max() > 1e3, 1e30, 1.0)
+        return (grad * steep).half().to(grad.dtype), torch.zeros_like(parameter)
+
+
+class SteepNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.loud(self.drop(functional.relu(self.norm(self.first(x)))))
+        out: Tensor = self.last(Steep.apply(low, self.hidden))
+        return out
+
+
+def test_damage_that_no_loss_shows_is_undone_from_the_state_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are skipped from the damage on, at all scales down to one; a good state was saved in between."""
+    monkeypatch.setattr(sys.modules[__name__], "Net", SteepNet)
+    run, hits = Run(tmp_path, "fp16-mixed"), itertools.count()
+
+    def damage(step: int) -> None:
+        if step == 59 and next(hits) == 0:
+            with torch.no_grad():
+                run.model.hidden.fill_(1e4)
+
+    run.train(data(120), damage)
+    (one,) = run.recovery.returns
+    assert (one.step, one.to_step, one.cause) == (60, 40, "transient")
 
 
 def test_damage_right_before_a_good_state_is_undone_from_the_state_before(tmp_path: Path) -> None:

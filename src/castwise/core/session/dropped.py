@@ -345,7 +345,8 @@ def _copy_without_state(optimizer: Optimizer) -> Any:
         "_opt_called",
     }
     for name, value in vars(optimizer).items():
-        if name in ("grad_scale", "found_inf"):  # inputs of a fused step: the inverse scale and the flag
+        # inputs of a fused step: the inverse scale and the flag; and on CUDA, that the optimizer has no option ``capturable``
+        if name in ("grad_scale", "found_inf", "_warned_capturable_if_run_uncaptured"):
             setattr(copied, name, value)
         elif name not in known:
             if not isinstance(value, _PLAIN):

@@ -53,6 +53,8 @@ class Symptoms:
         self._results: list[StepResult] = []
         self._skips: list[int] = []
         """The last steps in a row that were skipped although no smaller loss scale would help."""
+        self._skipping: int | None = None
+        """The first of the last steps in a row that were skipped, at whichever loss scale."""
         self.high = self.unmoved = False
         self._made = True
         """Whether the last step was not skipped. Only such a step shows that the weights are good."""
@@ -110,12 +112,17 @@ class Symptoms:
         self._skips = (
             [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
         )
+        self._skipping = None if not skipped else step if self._skipping is None else self._skipping
         self.high = False
         self.unmoved = known and not math.isfinite(value) and not moves
         if known and not math.isfinite(value):
             return f"the loss is {value}", step
         if len(self._skips) >= STREAK:
-            return f"{STREAK} steps in a row were skipped because gradients are not finite", self._skips[0]
+            # where the scale began to fall: a state that was saved since may hold what made the steps fail
+            return (
+                f"{STREAK} steps in a row were skipped because gradients are not finite",
+                self._skipping or 0,
+            )
         if not known:
             return "", step
         said = self._line.check(step, value, not skipped)
@@ -136,7 +143,7 @@ class Symptoms:
     def back_to(self, step: int) -> None:
         """Discard the observations of this step and all later steps."""
         self._line.back_to(step)
-        self._skips, self._made = [], True
+        self._skips, self._skipping, self._made = [], None, True
         self.clear()
 
     def clear(self) -> None:
