@@ -24,6 +24,7 @@ if DEVICE == sim.NAME:
     sim.register_in_interpreters()
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
+    torch.backends.cudnn.deterministic = True  # many tests hold two runs to the same bits
 
 
 def until_known(step: Callable[[], object], fused: bool = True) -> None:

@@ -17,12 +17,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from castwise.lab.timing import processes
 from castwise.lab.timing.processes import Home
 from castwise.lab.timing.served import serve
+from tests.here import DEVICE
 
 
 def forks() -> ForkServerContext:
@@ -30,6 +32,8 @@ def forks() -> ForkServerContext:
 
     The server that forks them imports and does nothing else, so it has no threads that a fork would lose.
     """
+    if DEVICE == "cuda":
+        pytest.skip("a fork cannot use CUDA")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.imports"])
     return context

@@ -337,5 +337,5 @@ def test_one_update_is_that_of_the_step_after_the_warm_ones() -> None:
     training = Training(Weights(torch.ones(3)), _push, iter([torch.ones(3)] * 5), _sgd, HERE)
     found = list(updates.one_update(training))
     assert [name for name, _, _ in found] == ["w"]
-    assert torch.equal(found[0][1], torch.full((3,), 1.0 - updates.WARM_STEPS))
-    assert torch.equal(found[0][2], -torch.ones(3))
+    assert torch.equal(found[0][1].cpu(), torch.full((3,), 1.0 - updates.WARM_STEPS, device="cpu"))
+    assert torch.equal(found[0][2].cpu(), -torch.ones(3, device="cpu"))
