@@ -253,7 +253,7 @@ def test_updates_that_rounding_drops_come_by_region() -> None:
     amp.prepare(net, made)
     seen: list[Alarm] = []
     monitor = Monitor(amp, every=4, on_alarm=seen.append)
-    for _ in range(4 if DEVICE == "cpu" else 12):  # alarms of a device come when its samples have arrived
+    for _ in range(4):
         made.zero_grad()
         amp.backward(net(torch.randn(8, 32)).float().square().mean())
         amp.step(made)
