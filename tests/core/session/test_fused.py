@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -96,3 +97,37 @@ def test_an_eps_that_is_zero_in_the_format_of_the_weights_is_said(
     assert ["eps=1e-08" in str(one.message) and "fp16-master" in str(one.message) for one in heard] == [
         True
     ] * said
+
+
+@pytest.mark.parametrize("line", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true"])
+def test_a_state_of_an_optimizer_that_was_not_fused_can_be_loaded(line: str) -> None:
+    """Its options come with it; the plan's hold."""
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        return model, AdamW(model.parameters(), 0.01)
+
+    def train(amp: Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            amp.backward(model(torch.ones(3, 4)).square().mean())
+            assert not amp.step(optimizer).skipped
+            optimizer.zero_grad()
+
+    with Amp(f"{line}+loss_scale.init=1024" if "fp16" in line else line, device=DEVICE) as amp:
+        model, optimizer = fresh()
+        amp.prepare(model, optimizer)
+        train(amp, model, optimizer)
+        saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    assert not saved["param_groups"][0]["fused"]
+    model, optimizer = fresh()
+    hooks = len(optimizer._optimizer_load_state_dict_post_hooks)
+    with Amp(f"{line}+optimizer=fused" + "+loss_scale.init=1024" * ("fp16" in line), device=DEVICE) as amp:
+        amp.prepare(model, optimizer)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["fused"] is True
+        train(amp, model, optimizer)
+    assert not optimizer.param_groups[0]["fused"]
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == hooks
+    assert all(float(state["step"]) == 4 for state in optimizer.state.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -42,7 +43,7 @@ def test_an_optimizer_that_fails_in_fp16_is_not_trained_in_it() -> None:
     assert not result.plan.lacks_masters
     row = true_row(result)
     assert row.status == "rejected"
-    assert "non-finite at step" in row.reason
+    assert re.search("non-finite at step|times as far as in fp32", row.reason)
 
 
 def test_a_sound_plan_without_masters_is_chosen_after_long_training_runs() -> None:

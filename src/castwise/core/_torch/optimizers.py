@@ -64,9 +64,12 @@ def accepts_fused(op: str, device_type: str) -> bool:
 def takes_flag(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's kernels read the non-finite flag of a GradScaler on the device.
 
-    If they do, the host need not wait for the flag.
+    If they do, the host need not wait for the flag. An optimizer that was made fused and has loaded the options of one that was not
+    still says that it reads the flag, and refuses it.
     """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group["fused"] for group in optimizer.param_groups if "fused" in group)
 
 
 def evaluates_once(optimizer: torch.optim.Optimizer) -> bool:

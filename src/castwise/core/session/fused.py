@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -151,13 +152,22 @@ def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> N
     check_fused(optimizer)
     former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]
     log(functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.optimizers.fused_marks(optimizer)))
-    for group in (optimizer.defaults, *optimizer.param_groups):
+    loads = contextlib.ExitStack()
+    log(loads.close)
+    loads.callback(optimizer.register_load_state_dict_post_hook(_use_fused).remove)
+    optimizer.defaults["fused"], optimizer.defaults["foreach"] = True, False
+    _use_fused(optimizer)
+    _torch.optimizers.mark_fused(optimizer)
+
+
+def _use_fused(optimizer: Optimizer) -> None:
+    """Set the options of all parameter groups, also after they were loaded, and give the state the form of the fused kernel."""
+    for group in optimizer.param_groups:
         group["fused"], group["foreach"] = True, False
     restride_state(optimizer)
     for parameter, state in optimizer.state.items():
         if "step" in state:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=parameter.device)
-    _torch.optimizers.mark_fused(optimizer)
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:
