@@ -82,6 +82,7 @@ class Twin:
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["fused"], group["foreach"] = True, False
+                self._count_steps_on(optimizer, None)
         if plan.stores_low:
             self.low = copy.deepcopy(self.model)
             for module in self.low.modules():
@@ -101,7 +102,14 @@ class Twin:
         for optimizer, groups in zip(self.optimizers, self.flags, strict=False):
             for group, former in zip(optimizer.param_groups, groups, strict=True):
                 group["fused"], group["foreach"] = former["fused"], former["foreach"]
+            self._count_steps_on(optimizer, "cpu")
         self.plan, self.low, self.scale, self.flags, self.good = None, None, None, [], None
+
+    def _count_steps_on(self, optimizer: torch.optim.Optimizer, device: str | None) -> None:
+        """Fused kernels count steps on the device, None, and the others on the host."""
+        for parameter, state in optimizer.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(device or parameter.device)
 
     def _lay_out(self, memory_format: torch.memory_format) -> None:
         self.model.to(memory_format=memory_format)

@@ -553,6 +553,7 @@ def test_state_of_modules_that_is_no_tensor_is_saved_loaded_and_taken_back(tmp_p
     assert fresh.model[0].kept["count"] == 3
 
 
+@pytest.mark.sparse
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
     run = Run("fp32")
     deep: Any = []
