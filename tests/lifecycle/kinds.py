@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from castwise.core import devices
 from tests.here import DEVICE
 
 
@@ -117,7 +118,7 @@ class Kind:
 
     def build(self) -> nn.Module:
         """The model with the same weights each time."""
-        with torch.random.fork_rng():
+        with devices.same_random_numbers([DEVICE]):
             torch.manual_seed(7)
             return self.model()
 

@@ -32,7 +32,7 @@ from castwise.bridges.run.gate import EnoughError
 from castwise.bridges.run.tape import Recording, TapeLoss
 from castwise.commands.jobs.tune import tune
 from castwise.commands.jobs.tune_result import TuneResult
-from castwise.core import _torch
+from castwise.core import _torch, devices
 from castwise.core.parallel import wrappers
 from castwise.errors import CastwiseError, sentence
 
@@ -157,7 +157,7 @@ class ScriptCapture:
         assert self._recording is not None
         assert self._random is not None
         assert self.model is not None
-        with torch.random.fork_rng():
+        with devices.same_random_numbers([loss.device.type]):
             torch.set_rng_state(self._random)
             repeated = TapeLoss(self._recording.tapes)(
                 copy.deepcopy(self.model), self._recording.batches[0]
