@@ -31,7 +31,7 @@
 
 namespace {
 
-using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // as the macros of autocast call them
+using at::DimnameList, at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // as the macros of autocast call them
 using c10::Device, c10::DeviceIndex, c10::Storage, c10::Stream;
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 constexpr auto KEY = c10::DispatchKey::PrivateUse1;

@@ -102,7 +102,7 @@ class Twin:
         for optimizer, groups in zip(self.optimizers, self.flags, strict=False):
             for group, former in zip(optimizer.param_groups, groups, strict=True):
                 group["fused"], group["foreach"] = former["fused"], former["foreach"]
-            self._count_steps_on(optimizer, "cpu")
+            self._count_steps_on(optimizer, None if groups[0]["fused"] else "cpu")
         self.plan, self.low, self.scale, self.flags, self.good = None, None, None, [], None
 
     def _count_steps_on(self, optimizer: torch.optim.Optimizer, device: str | None) -> None:
