@@ -31,7 +31,10 @@
 
 namespace {
 
-using at::DimnameList, at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // as the macros of autocast call them
+using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // as the macros of autocast call them
+#if __has_include(<ATen/core/Dimname.h>)
+using at::DimnameList;
+#endif
 using c10::Device, c10::DeviceIndex, c10::Storage, c10::Stream;
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
 constexpr auto KEY = c10::DispatchKey::PrivateUse1;
