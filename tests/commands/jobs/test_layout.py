@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.here import DEVICE
 from tests.soak import each_value
 from torch import nn
 
 from castwise.commands.jobs.layout import Coordinate, Layout, check_microbatches, check_splits, slice_batch
 from castwise.commands.jobs.layouts import check_workload
 from castwise.commands.jobs.train import train
+from castwise.core.casting.trees import map_tensors
 from castwise.errors import PlanError, WorkloadError
 from castwise.lab.workloads.workload import Pipeline, Workload, find_workload
 
@@ -183,7 +185,7 @@ def test_stages_one_after_the_other_are_the_model(spec: str, count: int) -> None
     workload = find_workload(spec)
     torch.manual_seed(0)
     model = workload.model()
-    batch = next(workload.batches(0))
+    batch = map_tensors(lambda t: t.to(DEVICE), next(workload.batches(0)))
     assert workload.pipeline is not None
     stages = split(workload, model, count)
     assert len(stages) == count

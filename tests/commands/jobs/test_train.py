@@ -219,7 +219,7 @@ def test_nan_in_a_later_batch_is_named_too(tiny: str, tmp_path: Path) -> None:
 
     def batches(seed: int) -> Iterator[Any]:
         for number, (inputs, targets) in enumerate(workload.batches(seed), 1):
-            yield inputs, targets.where(torch.tensor(number != 4), math.inf)
+            yield inputs, targets.where(torch.tensor(number != 4, device=targets.device), math.inf)
 
     with pytest.raises(NonFiniteError, match=r"step 4 is inf: its data .* in batch\[1\] \(32 of 32 values\)"):
         train(replace(workload, batches=batches), "bf16-mixed", steps=50, out=tmp_path)
