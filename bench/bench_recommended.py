@@ -67,11 +67,14 @@ def judged(mine: list[list[float]], fp32: list[list[float]]) -> dict[str, Any]:
 
 
 def share(mine: list[float], fp32: list[float]) -> float:
-    """How much higher a plan's mean loss of the last fifth is, as a share of what fp32's loss falls; NaN if one is not finite."""
+    """How much higher a plan's mean loss of the last fifth is, as a share of what fp32's loss falls; NaN if one is not finite.
+
+    A run in which it falls by less than a hundredth counts as one in which it falls by that.
+    """
     steps = min(len(mine), len(fp32))
     last = slice(steps - max(1, steps // 5), steps)
     end = statistics.fmean(fp32[last])
-    return (statistics.fmean(mine[last]) - end) / max(fp32[0] - end, 1e-12)
+    return (statistics.fmean(mine[last]) - end) / max(fp32[0] - end, 0.01 * abs(fp32[0]), 1e-12)
 
 
 def main() -> None:
