@@ -116,6 +116,44 @@ def test_a_backward_that_raised_leaves_no_region_behind() -> None:
             assert torch.sigmoid(X @ X).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("own", ["bf16", "bf16-mixed", torch.bfloat16], ids=str)
+@pytest.mark.parametrize("open_still", [False, True], ids=["left", "open"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_plain_block_that_a_part_opens_itself_is_plain_when_it_is_recomputed(
+    reentrant: bool, open_still: bool, own: Any
+) -> None:
+    inner = Piece()
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with castwise.autocast(own, device_type=DEVICE):
+            return inner(x)
+
+    x = X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):
+        with castwise.autocast(P, device_type=DEVICE):
+            loss = checkpoint(part, x, use_reentrant=reentrant).float().sum()
+            if open_still:
+                loss.backward()
+        if not open_still:
+            loss.backward()
+    assert inner.runs == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_of_blocks_that_begin_together_the_inner_one_counts(reentrant: bool) -> None:
+    piece, x = Piece(), X.clone().requires_grad_()
+    with set_checkpoint_early_stop(False):
+        with (
+            castwise.autocast(
+                Plan(compute="bf16", ops={"sigmoid": "as_is", "sin": "fp32"}), device_type=DEVICE
+            ),
+            castwise.autocast(P, device_type=DEVICE),
+        ):
+            loss = checkpoint(piece, x, use_reentrant=reentrant).float().sum()
+        loss.backward()
+    assert piece.runs == [torch.float32] * 2
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_kernels_of_a_block_that_is_gone_are_there_for_its_backward_and_no_longer(reentrant: bool) -> None:
     piece, weight = Piece(), torch.nn.Parameter(X.clone())

@@ -142,10 +142,10 @@ def _register(op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -
     return library._destroy
 
 
-_FOREACH_WRITES: dict[torch._ops.OpOverload, Callable[[], tuple[Any, ...]]] = {
-    torch.ops.aten._foreach_lerp_.Scalar: lambda: ([torch.ones(1)], 0.5),
-    torch.ops.aten._foreach_lerp_.ScalarList: lambda: ([torch.ones(1)], [0.5]),
-    torch.ops.aten._foreach_zero_.default: tuple,
+_FOREACH_WRITES: dict[torch._ops.OpOverload, Callable[[torch.Tensor], tuple[Any, ...]]] = {
+    torch.ops.aten._foreach_lerp_.Scalar: lambda other: ([other], 0.5),
+    torch.ops.aten._foreach_lerp_.ScalarList: lambda other: ([other], [0.5]),
+    torch.ops.aten._foreach_zero_.default: lambda _: (),
 }
 """In-place operators on lists of tensors whose kernel for CUDA does not count its writes, with arguments to try them. (Of all 56
 that ran on an H200 with torch 2.11, these.)"""
@@ -157,10 +157,9 @@ def _uncounted(device_type: str) -> tuple[torch._ops.OpOverload, ...]:
     found = []
     with torch.inference_mode(False), torch.no_grad():
         for op, arguments in _FOREACH_WRITES.items():
-            with torch.device(device_type):
-                written, others = [torch.zeros(1)], arguments()
+            written = [torch.zeros(1, device=device_type)]
             version = written[0]._version
-            op(written, *others)
+            op(written, *arguments(torch.ones(1, device=device_type)))
             if written[0]._version == version:
                 found.append(op)
     return tuple(found)

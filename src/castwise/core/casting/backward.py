@@ -14,7 +14,6 @@ triggered the recomputation.
 
 from __future__ import annotations
 
-import operator
 import threading
 from typing import Any
 
@@ -111,19 +110,18 @@ def left_block() -> Frame | None:
     if number is None:
         return None
     here = threading.get_ident()
-    best, found = max(
-        ((first, frame) for first, frame in open_blocks if first <= number),
-        key=operator.itemgetter(0),
-        default=(-1, None),
-    )
+    best, found = -1, None
+    for first, frame in open_blocks:  # the outer ones first
+        if best <= first <= number:
+            best, found = first, frame
     for first, last, made_by, frame in reversed(left_blocks):
         # Numbers are counted per thread. CPU nodes run on the thread that calls backward; each device has its own thread.
         if made_by != here and frame.device_type == "cpu":
             continue
         if last <= number:
             break
-        if best < first <= number:
-            best, found = first, frame  # of nested blocks the innermost began last
+        if best <= first <= number:
+            best, found = first, frame  # of nested blocks the innermost began last, or was left first
     return found
 
 

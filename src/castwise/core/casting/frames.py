@@ -308,7 +308,8 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 def push_block(frame: Frame) -> None:
     """Make a :class:`Frame` active on this thread, for an autocast block that the user opens with ``castwise.autocast``."""
-    numbered = _tells_apart(frame, thread.state.frame)
+    # a plain block that a recomputation opens must be known to be newer than the block that the part once ran in
+    numbered = bool(left_blocks) or _tells_apart(frame, thread.state.frame)
     push(frame, frame, False, _torch.autograd.sequence_number() if numbered else 0)
 
 
@@ -317,12 +318,20 @@ def _tells_apart(frame: Frame, around: Frame | None) -> bool:
     return bool(frame.overrides) or (around is not None and bool(around.overrides))
 
 
+def _all_states() -> list[State]:
+    while True:
+        try:
+            return [*states]
+        except RuntimeError:  # another thread has just run castwise for the first time
+            continue
+
+
 def open_elsewhere() -> Iterator[tuple[int, Frame]]:
     """The autocast blocks that other threads have entered, as those from which a device's thread runs a backward pass.
 
     For each block: the sequence number of its first autograd node, and its frame.
     """
-    for state in [*states] if len(states) > 1 else ():
+    for state in _all_states() if len(states) > 1 else ():
         saved = [*state.saved]
         if state is thread.state or not saved:
             continue
