@@ -20,6 +20,7 @@ from tests.here import DEVICE
 
 PLANS = (
     "bf16-mixed",
+    "bf16-mixed+optimizer=fused",
     "bf16-master",
     "bf16-true",
     "O1",

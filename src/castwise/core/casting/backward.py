@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from castwise.core import _torch
-from castwise.core.casting.frames import BackwardFrame, Frame, left_blocks, open_elsewhere, thread
+from castwise.core.casting.frames import BackwardFrame, Frame, left_blocks, open_elsewhere, states, thread
 
 _NOTED = "castwise frame"
 _live_tasks: set[int] = set()
@@ -105,14 +105,13 @@ def note_backward(tensor: torch.Tensor, frame: Frame | None) -> torch.Tensor:
 
 def left_block() -> Frame | None:
     """Return the :class:`Frame` of the autocast block in which the running autograd node was created, or None."""
-    open_blocks = [block for block in open_elsewhere() if block[1].device_type != "cpu"]
-    number = _torch.autograd.running_node_number() if left_blocks or open_blocks else None
+    number = _torch.autograd.running_node_number() if left_blocks or len(states) > 1 else None
     if number is None:
         return None
     here = threading.get_ident()
     best, found = -1, None
-    for first, frame in open_blocks:  # the outer ones first
-        if best <= first <= number:
+    for first, frame in open_elsewhere():  # the outer ones first
+        if frame.device_type != "cpu" and best <= first <= number:
             best, found = first, frame
     for first, last, made_by, frame in reversed(left_blocks):
         # Numbers are counted per thread. CPU nodes run on the thread that calls backward; each device has its own thread.

@@ -331,7 +331,7 @@ def open_elsewhere() -> Iterator[tuple[int, Frame]]:
 
     For each block: the sequence number of its first autograd node, and its frame.
     """
-    for state in _all_states() if len(states) > 1 else ():
+    for state in _all_states():
         saved = [*state.saved]
         if state is thread.state or not saved:
             continue

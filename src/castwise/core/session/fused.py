@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 import weakref
@@ -152,9 +151,7 @@ def fuse(optimizer: Optimizer, log: Callable[[Callable[[], None]], object]) -> N
     check_fused(optimizer)
     former = [_flags(group) for group in (optimizer.defaults, *optimizer.param_groups)]
     log(functools.partial(_unfuse, weakref.ref(optimizer), former, _torch.optimizers.fused_marks(optimizer)))
-    loads = contextlib.ExitStack()
-    log(loads.close)
-    loads.callback(optimizer.register_load_state_dict_post_hook(_use_fused).remove)
+    optimizer.register_load_state_dict_post_hook(_use_fused)
     optimizer.defaults["fused"], optimizer.defaults["foreach"] = True, False
     _use_fused(optimizer)
     _torch.optimizers.mark_fused(optimizer)
@@ -180,6 +177,7 @@ def _unfuse(
     optimizer = reference()
     if optimizer is None:
         return
+    _torch.hooks.remove_hooks(optimizer, _use_fused)
     groups = optimizer.param_groups
     added = [former[0]] * (len(groups) + 1 - len(former))  # groups that use the defaults
     for group, flags in zip((optimizer.defaults, *groups), (*former, *added), strict=False):
