@@ -198,8 +198,13 @@ def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> R
         return value.to(dtype) if lower else value
 
     def run(*values: Any) -> Any:
-        with torch.autocast(DEVICE, dtype if dtype in _LOW else None, enabled=plan.autocasts):
+        plain = low.forward
+        # in the forward, so that hooks of the whole model run in fp32: legacy spectral_norm computes in one
+        low.forward = torch.autocast(DEVICE, dtype if dtype in _LOW else None, enabled=plan.autocasts)(plain)
+        try:
             return widened(tensors(low(*[cast(value) for value in values])))
+        finally:
+            del low.forward
 
     inputs = recipe.feed()
     torch.manual_seed(5)

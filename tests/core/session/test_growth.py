@@ -214,7 +214,7 @@ def test_a_second_trained_model_does_not_cost_a_walk_through_the_graph_at_every_
     for _ in range(200):
         for step in steps:
             step()
-    assert 4 < looks < 30
+    assert 4 < looks < 60  # of 400 backward passes; at which they happen is drawn
 
 
 def beside_another() -> tuple[Callable[[bool], None], Callable[[], None]]:

@@ -64,7 +64,7 @@ def test_an_optimizer_that_gains_by_its_fused_kernel_is_fused_and_its_times_are_
     saves, search = asked(DEEP)
     assert saves
     (note,) = search.journal.notes
-    assert note.startswith("AdamW takes ")
+    assert " AdamW" in f" {note}"
     assert "% of a step, so the final compared plans with optimizer=fused" in note
 
 

@@ -83,7 +83,10 @@ def test_parity_and_the_updates_that_are_lost(case: tuple[type[nn.Module], Make]
         left = model.get_parameter(name).grad
         assert left is not None
         assert left.layout is gradient.layout
-        assert torch.equal(left.to_dense(), gradient.to_dense())
+        parts = (
+            ("_indices", "_values") if gradient.is_sparse else ("to_dense",)
+        )  # a sum differs by its order on a GPU
+        assert all(torch.equal(getattr(left, part)(), getattr(gradient, part)()) for part in parts)
 
 
 def test_gradients_are_those_of_dense_tables() -> None:
@@ -93,7 +96,7 @@ def test_gradients_are_those_of_dense_tables() -> None:
     plan = "bf16-mixed+regions.table=bf16"
     found = [castwise.parity(model, loss, batches, plan) for model in (sparse, dense)]
     assert found[0].damage.value > 0.0
-    assert found[0].damage == found[1].damage
+    assert found[0].damage.value == pytest.approx(found[1].damage.value, rel=0.0 if DEVICE == "cpu" else 1e-3)
 
 
 @every(3)

@@ -27,7 +27,10 @@ def lightest(make: Make, *formats: str, budget_s: float = 150.0) -> castwise.Tun
 
 def true_row(result: castwise.TuneResult) -> Candidate:
     rows = [row for row in result.evidence.candidates if Plan.parse(row.plan).lacks_masters]
-    return next(row for row in rows if row.peak_bytes is not None)
+    row = next(row for row in rows if row.peak_bytes is not None)
+    if DEVICE == "cuda" and row.reason.startswith("takes as much memory"):
+        pytest.skip("beside what cuBLAS takes for itself, so small a model saves nothing: it is not trained")
+    return row
 
 
 def test_adam_at_a_low_rate_is_not_trained_without_masters() -> None:

@@ -481,14 +481,17 @@ def test_damage_that_no_loss_shows_is_undone_from_the_state_before(
     assert (one.step, one.to_step, one.cause) == (60, 40, "transient")
 
 
-def test_damage_right_before_a_good_state_is_undone_from_the_state_before(tmp_path: Path) -> None:
-    """Under a loss scale: steps at the damaged weights are skipped while the scale falls."""
+@pytest.mark.parametrize("factor", [1e3, 5e3, 1e4])
+def test_damage_right_before_a_good_state_is_undone_from_the_state_before(
+    factor: float, tmp_path: Path
+) -> None:
+    """Under a loss scale: steps at the damaged weights are skipped while the scale falls, until a loss is infinite."""
     run, hits = Run(tmp_path, "fp16-mixed"), itertools.count()
 
     def damage(step: int) -> None:
         if step == 59 and next(hits) == 0:
             with torch.no_grad():
-                run.model.last.weight.mul_(1e4)
+                run.model.last.weight.mul_(factor)
 
     run.train(data(120), damage)
     (one,) = run.recovery.returns

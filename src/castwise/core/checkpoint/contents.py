@@ -103,6 +103,10 @@ def _optimizer(
             name_of[number]: encode(whole(number, state), f"optimizer.{index}.{name_of[number]}", tensors)
             for number, state in saved["state"].items()
         },
+        "steps_on_device": any(
+            isinstance(step := state.get("step"), Tensor) and step.device.type != "cpu"
+            for state in saved["state"].values()
+        ),
     }
 
 

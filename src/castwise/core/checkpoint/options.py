@@ -63,9 +63,15 @@ def _made(optimizer: Optimizer, options: Mapping[str, Any], parameter: Tensor) -
     given = {
         key: value
         for key, value in options.items()
-        if key in known and key not in HOW_NOT_WHAT and not isinstance(value, Entry)
+        if key in known and key not in HOW_NOT_WHAT and not _holds_tensor(value)
     }
     return type(optimizer)([parameter], **given)
+
+
+def _holds_tensor(option: Any) -> bool:
+    return isinstance(option, Entry) or (
+        isinstance(option, (list, tuple)) and any(map(_holds_tensor, option))
+    )
 
 
 def refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str | None:
@@ -102,9 +108,14 @@ def fits(own: Any, saved: Any) -> bool:
 
 
 def as_kind(value: Any, own: Any) -> Any:
-    """Convert an option, such as a learning rate, to a tensor or a number, whichever the optimizer has now."""
-    if isinstance(own, Tensor) and isinstance(value, (int, float)):
-        return torch.full_like(own, value)
+    """Convert an option, such as a learning rate, to a tensor or a number, whichever the optimizer has now.
+
+    A tensor has the device of the optimizer's present one.
+    """
+    if isinstance(own, Tensor) and isinstance(value, (int, float, Tensor)):
+        return value.to(own.device) if isinstance(value, Tensor) else torch.full_like(own, value)
+    if isinstance(own, (list, tuple)) and isinstance(value, (list, tuple)):  # betas can be tensors
+        return type(value)(map(as_kind, value, own))
     if isinstance(own, float) and isinstance(value, Tensor):
         return value.item()
     return value

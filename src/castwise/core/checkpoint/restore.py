@@ -262,7 +262,7 @@ class Restore:
     def _like(self, name: str, owner: Tensor) -> Tensor:
         """Return an uninitialised tensor to read a saved tensor into, with the device and sharding of its parameter.
 
-        Step counters are on the CPU. Another tensor whose shape differs from its parameter's is replicated.
+        Step counters are read to the CPU. Another tensor whose shape differs from its parameter's is replicated.
         """
         saved = self._values.tensors[name]
         owner = masters.model_param_of(owner)
@@ -324,6 +324,12 @@ class Restore:
                         key: _as_cut(value, parameter) if isinstance(value, Tensor) else value
                         for key, value in decode(was["state"][name], fetch).items()
                     }
+                    if isinstance(steps := state[number].get("step"), Tensor):
+                        # torch moves all other state to the parameter's device, but leaves this where it is
+                        there = was.get("steps_on_device", False)
+                        own = optimizer.state.get(parameter, {}).get("step")
+                        place = own if isinstance(own, Tensor) else parameter if there else steps
+                        state[number]["step"] = steps.to(place.device)
                 loaded = decode(was["options"][was["group_of"][name]], fetch)
                 options |= {
                     key: value

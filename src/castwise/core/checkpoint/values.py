@@ -69,11 +69,12 @@ def _check(values: Values, world_size: int) -> None:
     for index, one in enumerate(values.optimizers):
         need(
             isinstance(one, dict)
-            and one.keys() == {"class", "options", "group_of", "state"}
+            and one.keys() - {"steps_on_device"} == {"class", "options", "group_of", "state"}
             and isinstance(one["class"], str)
             and isinstance(one["options"], list)
             and _maps(one["group_of"], int)
-            and _maps(one["state"], dict),
+            and _maps(one["state"], dict)
+            and isinstance(one.get("steps_on_device", False), bool),
             "an optimizer does not consist of class, options, group_of and state",
         )
         need(

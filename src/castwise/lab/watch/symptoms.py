@@ -112,17 +112,15 @@ class Symptoms:
         self._skips = (
             [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
         )
-        self._skipping = None if not skipped else step if self._skipping is None else self._skipping
+        # where the skipped steps began: the last good state before them may hold what makes them fail
+        began = step if self._skipping is None else self._skipping
+        self._skipping = began if skipped else None
         self.high = False
         self.unmoved = known and not math.isfinite(value) and not moves
         if known and not math.isfinite(value):
-            return f"the loss is {value}", step
+            return f"the loss is {value}", began
         if len(self._skips) >= STREAK:
-            # where the scale began to fall: a state that was saved since may hold what made the steps fail
-            return (
-                f"{STREAK} steps in a row were skipped because gradients are not finite",
-                self._skipping or 0,
-            )
+            return f"{STREAK} steps in a row were skipped because gradients are not finite", began
         if not known:
             return "", step
         said = self._line.check(step, value, not skipped)
