@@ -78,7 +78,7 @@ def share(mine: list[float], fp32: list[float]) -> float:
 
 
 def main() -> None:
-    """Search and train; rows of other goals in the result file stay."""
+    """Search and train; what a job showed is written at once, and other rows in the result file stay."""
     parser = arguments(__doc__)
     parser.add_argument("--goal", choices=GOALS, action="append", help="by default all")
     parser.add_argument("--only", default="", help="names of jobs, between commas; then nothing is written")
@@ -106,11 +106,16 @@ def main() -> None:
                 row |= judged(losses(job, found.plan, device, options.steps, options.longest), base)
             rows.append(row)
             print(row, flush=True)
-    if not only:
-        path = RESULTS / f"recommended-{device.type}.json"
-        old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
-        goals = options.goal or GOALS
-        store("recommended", device, __doc__, [*(one for one in old if one["goal"] not in goals), *rows])
+        if not only:
+            path = RESULTS / f"recommended-{device.type}.json"
+            old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+            new = {(row["job"], row["goal"]) for row in rows}
+            store(
+                "recommended",
+                device,
+                __doc__,
+                [*(row for row in old if (row["job"], row["goal"]) not in new), *rows],
+            )
 
 
 if __name__ == "__main__":
