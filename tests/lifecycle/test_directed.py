@@ -115,7 +115,7 @@ def test_close_undoes_inference(kind: str, line: str) -> None:
         life.model.eval()
         before = life._whole()
         amp = Amp(line, device=DEVICE)
-        amp.prepare(life.model, inference=True)
+        amp.prepare(life.model, inference=True, keep_originals=True)
         life._plain_forward()
         amp.close()
         check(before, life._whole(), f"inference under {line}, closed,")

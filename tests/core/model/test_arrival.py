@@ -236,8 +236,8 @@ def test_inference_is_that_of_the_float_model(plan: str, dtype: torch.dtype) -> 
     x = torch.randn(4, 6)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with castwise.Amp(plan, device="cpu") as one, castwise.Amp(plan, device="cpu") as other:
-        one.prepare(model, inference=True, widen=True)
-        other.prepare(reference, inference=True)
+        one.prepare(model, inference=True, keep_originals=True, widen=True)
+        other.prepare(reference, inference=True, keep_originals=True)
         with torch.inference_mode():
             assert torch.equal(model(x), reference(x))
         assert dtypes(model) == dtypes(reference)

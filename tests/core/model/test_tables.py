@@ -306,7 +306,7 @@ def test_tables_at_inference(kind: str) -> None:
     with torch.inference_mode():
         want = model(data())
         with castwise.Amp("bf16-true", device="cpu") as amp:
-            amp.prepare(model, inference=True)
+            amp.prepare(model, inference=True, keep_originals=True)
             assert all(buffer.dtype is torch.float32 for buffer in tables(model).values())
             assert float((model(data()) - want).norm() / want.norm()) < ROUNDING[torch.bfloat16]
 

@@ -894,7 +894,7 @@ def test_a_model_without_floating_buffers_has_no_copies() -> None:
 def test_a_model_for_inference_has_none_either() -> None:
     model = norm().eval()
     with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
-        amp.prepare(model, inference=True)
+        amp.prepare(model, inference=True, keep_originals=True)
         assert amp._buffers._kept == []
 
 

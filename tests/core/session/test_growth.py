@@ -234,11 +234,11 @@ def beside_another() -> tuple[Callable[[bool], None], Callable[[], None]]:
 
 
 def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> None:
-    """The looks that are left out for a model come back, 64 backward passes later at the latest."""
+    """The looks that are left out for a model come back: one of 64 backward passes is looked at, its own or the other's."""
     step, other = beside_another()
     for called in (True, False):
         with contextlib.nullcontext() if called else pytest.warns(UserWarning, match="was not called"):
-            for _ in range(100):
+            for _ in range(600):
                 step(called)
                 other()
 

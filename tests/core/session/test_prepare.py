@@ -7,12 +7,13 @@ import copy
 import functools
 import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import castwise
 from castwise import Plan
@@ -310,11 +311,79 @@ def test_inference_weights_come_back(name: str) -> None:
     model = Net().eval()
     before, want = photograph(model), model(X)
     with castwise.Amp(name, device=DEVICE) as amp:
-        amp.prepare(model, inference=True)
+        amp.prepare(model, inference=True, keep_originals=True)
         with torch.inference_mode():
             model(X)
     assert same(photograph(model), before)
     assert torch.equal(model(X), want)
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-true", "O2"])
+def test_weights_that_were_rounded_for_inference_stay_rounded_and_that_is_said(name: str) -> None:
+    model = Net().eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    amp = castwise.Amp(name, device=DEVICE)
+    amp.prepare(model, inference=True)
+    low = {key: value.clone() for key, value in model.state_dict().items()}
+    given = amp.model_state_dict(model)
+    with pytest.raises(StateError, match="keep_originals=True"):
+        amp.change("fp32")
+    with pytest.warns(UserWarning, match="were rounded for inference.*keep_originals=True"):
+        amp.close()
+    assert any(not torch.equal(before[key].float(), low[key].float()) for key in before)
+    for key, value in model.state_dict().items():
+        assert value.dtype is before[key].dtype
+        assert torch.equal(value.float(), low[key].float()), key
+        assert torch.equal(given[key].float(), low[key].float()), key
+
+
+def test_weights_that_rounding_does_not_change_come_back_in_silence() -> None:
+    model = Net().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    before = photograph(model)
+    with castwise.Amp("bf16-true", device=DEVICE) as amp:
+        amp.prepare(model, inference=True)
+        amp.change("fp32")
+    assert same(photograph(model), before)
+
+
+def test_originals_are_kept_for_inference_alone() -> None:
+    with castwise.Amp("bf16-true", device=DEVICE) as amp, pytest.raises(PlanError, match="inference=True"):
+        amp.prepare(Net(), keep_originals=True)
+
+
+@pytest.mark.parametrize("stage", ["_enter", "_take_in"])
+def test_a_preparation_for_inference_that_fails_has_rounded_nothing(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net().eval()
+    before = photograph(model)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(castwise.Amp, stage, fails)
+    with pytest.raises(RuntimeError, match="planted"):
+        castwise.Amp("bf16-true", device=DEVICE).prepare(model, inference=True)
+    assert same(photograph(model), before)
+
+
+def test_preparing_for_inference_takes_no_second_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No former values are held while the next are converted."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    kept = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
+    alive: list[int] = []
+    store = castwise.core.masters.store
+
+    def counted(tensor: Tensor, dtype: torch.dtype) -> None:
+        alive.append(sum(ref() is not None for ref in kept))
+        store(tensor, dtype)
+
+    monkeypatch.setattr(castwise.core.masters, "store", counted)
+    castwise.Amp("bf16-true", device=DEVICE).prepare(model, inference=True)
+    assert alive == list(range(12, 0, -1))
 
 
 def test_a_collected_session_gives_its_settings_up() -> None:

@@ -23,7 +23,7 @@ from castwise.core.model.stored import forget_formats, note_formats
 from castwise.core.parallel import fsdp, wrappers
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan, as_plan
-from castwise.core.plans.text import shown
+from castwise.core.plans.text import shown, some
 from castwise.core.ranks import Agreement, Ranks
 from castwise.core.ranks.plans import check_same_plan
 from castwise.core.scaler import Buffers, GradScaler, StepResult, Watch, Window, gradients
@@ -65,6 +65,8 @@ class _Prepare(NamedTuple):
     model: weakref.ref[nn.Module]
     optimizers: tuple[weakref.ref[Optimizer], ...]
     how: _HowPrepared
+    rounded: Sequence[str] = ()
+    """The names of tensors whose former values were dropped although rounding has changed them."""
 
 
 class _HowPrepared(TypedDict, total=False):
@@ -72,6 +74,7 @@ class _HowPrepared(TypedDict, total=False):
 
     methods: Sequence[str]
     inference: bool
+    keep_originals: bool
     part: bool
     widen: bool | str
 
@@ -194,6 +197,7 @@ class Amp(masters.OfThisProcess):
         *optimizers: Optimizer,
         methods: Sequence[str] = (),
         inference: bool = False,
+        keep_originals: bool = False,
         part: bool = False,
         widen: bool | str = False,
     ) -> Any:
@@ -216,6 +220,10 @@ class Amp(masters.OfThisProcess):
             methods: The names of methods besides ``forward`` that your code calls and that must run under the plan too.
             inference: Whether the model is only evaluated and not trained any more. Weights are then cast once instead
                 of at every call, except those of norm layers, and no fp32 master weights are kept. Pass no optimizer.
+            keep_originals: Whether :meth:`close` can restore the values that the weights had before they were cast for
+                inference. They are kept in host memory then. By default they are dropped one by one, so that preparing
+                takes hardly more memory than the model. :meth:`close` then restores dtypes only, and warns if rounding
+                has changed values. :meth:`model_state_dict` gives the rounded values.
             part: Whether the model is one stage of a pipeline. A region is a part of the model for which the plan sets
                 a format of its own. With True, a region may match no module of this stage, since it may belong to
                 another stage. :meth:`pipeline` checks that every region matches a module in some stage.
@@ -237,7 +245,14 @@ class Amp(masters.OfThisProcess):
                 model.
         """
         check_widen("prepare", widen)
-        how: _HowPrepared = {"methods": methods, "inference": inference, "part": part, "widen": widen}
+        if keep_originals and not inference:
+            raise PlanError(
+                "prepare(keep_originals=True) is for models that are not trained any more: pass inference=True too. In "
+                "training, the plan decides whether fp32 values are kept"
+            )
+        how: _HowPrepared = {
+            "methods": methods, "inference": inference, "keep_originals": keep_originals, "part": part, "widen": widen,
+        }  # fmt: skip
         self._prepare(model, optimizers, how, wrapped=False)
         return (model, *optimizers) if optimizers else model
 
@@ -279,18 +294,23 @@ class Amp(masters.OfThisProcess):
             if not self._claim.held:
                 log.callback(self._claim.close)
                 self._claim.take()
-            root = apply(target, optimizers, resolution, dtypes, self.device_type, methods, inference, log)
+            drop = inference and not how["keep_originals"]
+            root = apply(
+                target, optimizers, resolution, dtypes, self.device_type, methods, inference, drop, log
+            )
             self._enter(target, root, log, trains=not inference)
             self._take_in(optimizers, log)
             log.on(target, self._members.arrived.pop, None)
             self._members.arrived[target] = arrived
             self._wrapping.note(target, resolution.plan)
+            if drop:  # last, since what rounding changes cannot be undone
+                rounded = storage.store(target, resolution.plan, dtypes, log, drop=True)
         if inference or not self.plan.keeps_masters:
             storage.forget_originals(dtypes, inference=inference)  # this cannot be undone
         trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)
         root.first = None if trained is None else (weakref.ref(trained), trained.dtype)
         self._met = self._met or meets
-        self._note_prepared(target, optimizers, how)
+        self._note_prepared(target, optimizers, how, rounded if drop else ())
 
     def _check(self, found: Inventory, *, wrapped: bool, inference: bool) -> None:
         """Raise if this Amp cannot prepare the model and optimizers, before anything has changed."""
@@ -363,8 +383,14 @@ class Amp(masters.OfThisProcess):
         if meets:
             check_same_plan(self.plan, self._agreement.ranks)
 
-    def _note_prepared(self, model: nn.Module, optimizers: Sequence[Optimizer], how: _HowPrepared) -> None:
-        self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how))
+    def _note_prepared(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        how: _HowPrepared,
+        rounded: Sequence[str] = (),
+    ) -> None:
+        self._prepares.append(_Prepare(weakref.ref(model), tuple(map(weakref.ref, optimizers)), how, rounded))
 
     def change(self, plan: Plan | str | os.PathLike[str] | torch.dtype) -> None:
         """Switch to another plan between two steps, by preparing the same models and optimizers again under that plan.
@@ -386,6 +412,13 @@ class Amp(masters.OfThisProcess):
         process.check_device(chosen, self.device_type)
         for model in self._members.models:
             check_change(model, self.plan, chosen)
+        for call in self._prepares:
+            if call.rounded and call.model() is not None:
+                raise StateError(
+                    f"change({str(chosen)!r}): {some(call.rounded)} of {type(call.model()).__name__} were rounded for inference, and "
+                    "their former values were not kept, so another plan would run on the rounded ones. Prepare with "
+                    "keep_originals=True to change plans, or close this Amp and load the weights again."
+                )
         before, state, skips = self.plan, self.state_dict(), self.skipped_steps
         calls = [*self._prepares]
         kept = storage.Kept.of(self._members.arrived.values(), self._members.optimizers)

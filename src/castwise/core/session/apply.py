@@ -50,6 +50,7 @@ def apply(
     device_type: str,
     methods: Sequence[str],
     inference: bool,
+    drop: bool,
     log: UndoLog,
 ) -> Border:
     """Change a model and its optimizers as a plan says.
@@ -65,6 +66,8 @@ def apply(
         device_type: Device of the model.
         methods: Names of methods besides ``forward`` that run under the plan, which have been checked.
         inference: Whether the model is not trained.
+        drop: Whether the values that tensors have before they are converted are dropped. The tensors are then converted
+            after all other changes.
         log: The undo log, which gets an entry for each change.
 
     Returns:
@@ -99,7 +102,8 @@ def apply(
     _late[model] = [], changed
     log.callback(_follow_late, _late[model][0], [*changed, *arrived])
     newcomers = storage.Newcomers(model, dtypes)
-    storage.store(model, plan, dtypes, log)
+    if not drop:
+        storage.store(model, plan, dtypes, log)
     if dtypes:
         log.on(model, newcomers.restore, [weakref.ref(optimizer) for optimizer in optimizers])
     for optimizer in optimizers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,11 +17,17 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise.core import _torch, masters
+from castwise.core.masters.originals import agree
 from castwise.core.model.resolve import Resolution, named_tensors
 from castwise.core.parallel import fsdp
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.text import some
 from castwise.core.session.undo import UndoLog
 from castwise.errors import PlanError, StateError
+
+
+_AT_A_TIME = 2**20
+"""Number of elements that are rounded at a time to see whether rounding changes them."""
 
 
 def dtypes_of(resolution: Resolution, model: nn.Module) -> dict[Tensor, torch.dtype]:
@@ -122,14 +128,30 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
         )
 
 
-def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog) -> None:
+def store(
+    model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog, *, drop: bool = False
+) -> list[str]:
     """Convert tensors to the given dtypes and the plan's memory format, in place, so that references to them stay valid.
 
     The former values of parameters are remembered (:func:`castwise.masters.original_of`), and fp32 masters start from
     them. Each change has an entry in the undo log.
+
+    Args:
+        model: The model.
+        plan: The plan.
+        dtypes: The tensors to convert, with their new dtypes.
+        log: The undo log.
+        drop: Whether to drop the former values of each tensor before the next one is converted, so that hardly more memory
+            is used than before. Undoing then restores dtypes, but not what rounding has changed.
+
+    Returns:
+        The names of the tensors whose former values were dropped although rounding has changed them.
     """
     log.on(model, _flatten_recurrent)
-    for _, tensor in named_tensors(model):
+    rounded: list[str] = []
+    if drop:
+        log.on(model, _tell_rounded, rounded)
+    for name, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
         strides = (
             plan.memory_format == "channels_last" and tensor.dim() == 4 and _torch.tensors.is_dense(tensor)
@@ -143,13 +165,38 @@ def store(model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], lo
         log.on(tensor, _as_before, tensor.dtype, tensor.stride(), grad_dtype)
         masters.note_former(tensor, tensor.dtype)
         if dtype is not tensor.dtype:
+            if drop and _is_rounded_by(tensor, dtype):
+                rounded.append(name)
             masters.store(tensor, dtype)
+            if drop:
+                masters.forget_original(tensor)
         if strides and not hasattr(tensor, "device_mesh"):
             tensor.data = tensor.data.to(
                 memory_format=torch.channels_last
             )  # contiguous() does not change 1 x 1 kernels
     if dtypes:
         _flatten_recurrent(model)
+    return rounded
+
+
+def _is_rounded_by(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a conversion changes values of a tensor. It is tried on a few rows at a time, which takes little memory."""
+    values = masters.local(tensor)
+    rows = (
+        values.split(max(1, _AT_A_TIME * len(values) // max(1, values.numel()))) if values.dim() else [values]
+    )
+    return not all(agree(some_rows.to(dtype), some_rows) for some_rows in rows)
+
+
+def _tell_rounded(model: nn.Module, names: Sequence[str]) -> None:
+    """Warn that the former values of these tensors are lost, when their dtypes are restored."""
+    if names:
+        warnings.warn(
+            f"{some(names)} of {type(model).__name__} were rounded for inference, and have the rounded values in their "
+            "former dtype now, since their former values were not kept. To have them back, load them again, or prepare with "
+            "prepare(model, inference=True, keep_originals=True), which keeps them in host memory.",
+            stacklevel=6,
+        )
 
 
 def _flatten_recurrent(model: nn.Module) -> None:
@@ -163,7 +210,7 @@ def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
     """Free the device memory of the values that these tensors had before they were converted, if they have no masters.
 
     The values of trained parameters are dropped for good. Those of other tensors, which do not change, are moved to the
-    host, and ``Amp.close`` restores them exactly. Under ``inference`` no parameter is trained.
+    host, and ``Amp.close`` restores them exactly. With ``inference``, no parameter is trained.
     """
     for tensor in tensors:
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad and not inference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -319,6 +320,8 @@ class InferenceRun(_Run):
                 self._call()
 
     def close(self) -> None:
-        """Remove the plan from the model and release it."""
-        super().close()
+        """Remove the plan from the model and release it, with weights that may be rounded."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* were rounded for inference")
+            super().close()
         del self._call
