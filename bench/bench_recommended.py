@@ -2,9 +2,10 @@
 
 Each built-in workload and each architecture of transformers is searched under each goal (``time``, ``memory``, and ``numerics`` in
 bf16), and the plan that is recommended is trained beside fp32 from the same weights on the same batches, with several seeds: runs
-of one seed part by chance, on ``gpt`` by some 3 %. ``worse_by`` is how much higher its mean loss of the last fifth is, as a share
-of what fp32's loss falls, in the mean over seeds; ``standard_error`` is that of that. A recommendation is ``worse`` if that is
-above the margin of training runs (``castwise.lab.search.pairs.MARGIN``) by more than two standard errors, or if a loss is not
+of one seed part by chance. ``worse_by`` is how much higher its mean loss of the last fifth is, as a share of what fp32's loss
+falls, in the mean over seeds; ``standard_error`` is that of that. How far chance alone goes is in ``disturbed``: the same of fp32
+from weights that differ by half a unit of bf16. A recommendation is ``worse`` if its mean is above that of the disturbed runs by
+more than the margin of training runs (``castwise.lab.search.pairs.MARGIN``) and two standard errors of both, or if a loss is not
 finite. Runs have ``--steps`` steps, fewer where these would take more than ``--longest`` seconds.
 """
 
@@ -31,18 +32,43 @@ GOALS = ("time", "memory", "numerics")
 SEEDS = 4
 
 
+HALF_A_UNIT = 2.0**-9
+"""Of bf16, relative."""
+
+
 def losses(
-    workload: Workload, plan: Plan, device: torch.device, steps: int, longest_s: float
+    workload: Workload,
+    plan: Plan,
+    device: torch.device,
+    steps: int,
+    longest_s: float,
+    disturbed: bool = False,
 ) -> list[list[float]]:
     """The losses of a training run per seed; shorter if it would take too long."""
-    return [_losses(workload, plan, device, seed, steps, longest_s) for seed in range(SEEDS)]
+    return [_losses(workload, plan, device, seed, steps, longest_s, disturbed) for seed in range(SEEDS)]
+
+
+@torch.no_grad()
+def _disturb(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.rand(parameter.shape, generator=generator).mul_(2.0).sub_(1.0).to(parameter.device)
+        parameter.mul_(1.0 + HALF_A_UNIT * noise)
 
 
 def _losses(
-    workload: Workload, plan: Plan, device: torch.device, seed: int, steps: int, longest_s: float
+    workload: Workload,
+    plan: Plan,
+    device: torch.device,
+    seed: int,
+    steps: int,
+    longest_s: float,
+    disturbed: bool,
 ) -> list[float]:
     run = TrainingRun(workload, plan, device, seed)
     try:
+        if disturbed:
+            _disturb(run.model, seed)
         run.block(2)
         start = time.perf_counter()
         run.block(3)
@@ -55,15 +81,18 @@ def _losses(
     return list(run.losses)
 
 
-def judged(mine: list[list[float]], fp32: list[list[float]]) -> dict[str, Any]:
-    """How a plan trained beside fp32."""
-    shares = [share(*pair) for pair in zip(mine, fp32, strict=True)]
+def judged(mine: list[list[float]], fp32: list[list[float]], disturbed: list[list[float]]) -> dict[str, Any]:
+    """How a plan trained beside fp32, and beside fp32 from weights that were disturbed."""
+    shares, chance = ([share(*pair) for pair in zip(runs, fp32, strict=True)] for runs in (mine, disturbed))
     steps = min(map(len, mine + fp32))
     if not all(map(math.isfinite, shares)):
         return {"steps": steps, "by_seed": [], "worse_by": None, "standard_error": None, "worse": True}
     mean, error = statistics.fmean(shares), statistics.stdev(shares) / math.sqrt(SEEDS)
-    worse = mean - 2.0 * error > MARGIN
-    return {"steps": steps, "by_seed": shares, "worse_by": mean, "standard_error": error, "worse": worse}
+    both = math.hypot(error, statistics.stdev(chance) / math.sqrt(SEEDS))
+    worse = mean - max(0.0, statistics.fmean(chance)) - 2.0 * both > MARGIN
+    return {
+        "steps": steps, "by_seed": shares, "worse_by": mean, "standard_error": error, "disturbed": chance, "worse": worse,
+    }  # fmt: skip
 
 
 def share(mine: list[float], fp32: list[float]) -> float:
@@ -81,7 +110,7 @@ def main() -> None:
     """Search and train; what a job showed is written at once, and other rows in the result file stay."""
     parser = arguments(__doc__)
     parser.add_argument("--goal", choices=GOALS, action="append", help="by default all")
-    parser.add_argument("--only", default="", help="names of jobs, between commas; then nothing is written")
+    parser.add_argument("--only", default="", help="names of jobs, between commas")
     parser.add_argument("--search", type=float, default=60.0, help="seconds of each search")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--longest", type=float, default=30.0, help="seconds of a training run")
@@ -95,6 +124,7 @@ def main() -> None:
         if only and name not in only:
             continue
         base: list[list[float]] = []
+        disturbed: list[list[float]] = []
         for goal in options.goal or GOALS:
             formats = {"formats": ("bf16",)} if goal == "numerics" else {}
             found = castwise.tune(
@@ -103,10 +133,15 @@ def main() -> None:
             row = {"job": name, "goal": goal, "plan": str(found.plan), "answer": found.answer}
             if found.plan != Plan.preset("fp32"):
                 base = base or losses(job, Plan.preset("fp32"), device, options.steps, options.longest)
-                row |= judged(losses(job, found.plan, device, options.steps, options.longest), base)
+                disturbed = disturbed or losses(
+                    job, Plan.preset("fp32"), device, options.steps, options.longest, disturbed=True
+                )
+                row |= judged(
+                    losses(job, found.plan, device, options.steps, options.longest), base, disturbed
+                )
             rows.append(row)
             print(row, flush=True)
-        if not only:
+        if rows:
             path = RESULTS / f"recommended-{device.type}.json"
             old = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
             new = {(row["job"], row["goal"]) for row in rows}

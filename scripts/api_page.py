@@ -48,6 +48,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
     ),
+    "Serving": ("export", "bake"),
     "Loss scaling by hand": ("GradScaler",),
     "Workloads": ("Workload", "bench"),
     "Errors": ("CastwiseError",),

@@ -206,3 +206,9 @@ def gone_wrong(folder: Path) -> None:
     assert_type(amp.change("bf16-mixed"), None)
     with castwise.Monitor(amp, every=16) as monitor:
         assert_type(monitor.save(folder), Path)
+
+
+def serve(model: torch.nn.Module, inputs: torch.Tensor) -> torch.nn.Module:
+    program: torch.export.ExportedProgram = castwise.export(model, "bf16-mixed", (inputs,), dynamic_shapes=None)
+    program.module()(inputs)
+    return castwise.bake(model, torch.bfloat16)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from castwise.core.masters import AveragedModel
     from castwise.core.plans.plan import LossScale, Plan, Region
     from castwise.core.scaler import GradScaler, StepResult
+    from castwise.core.serve import bake, export
     from castwise.core.session import Amp
     from castwise.errors import CastwiseError
     from castwise.lab.inspect.compare import compare
@@ -62,10 +63,12 @@ __all__ = [
     "TuneResult",
     "Workload",
     "autocast",
+    "bake",
     "bench",
     "compare",
     "custom_bwd",
     "custom_fwd",
+    "export",
     "first_nonfinite",
     "forecast",
     "fp32_function",
@@ -100,6 +103,7 @@ _HOME = {
         "lab.parity.parity": "ParityResult parity",
         "core.plans.plan": "LossScale Plan Region",
         "core.scaler": "GradScaler StepResult",
+        "core.serve": "bake export",
         "core.session": "Amp",
         "lab.workloads.workload": "Workload",
     }.items()

@@ -130,9 +130,15 @@ def mark_constant(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_casts_recorded = False
+
+
 def is_exporting() -> bool:
-    """Whether torch.export is tracing. torch's own function says so too, but Dynamo of torch 2.11 takes it to be always true."""
-    return torch.compiler.is_exporting()
+    """Whether torch.export is tracing a graph that lacks the casts of operators.
+
+    torch's own function says whether it is tracing, but Dynamo of torch 2.11 takes it to be always true.
+    """
+    return torch.compiler.is_exporting() and not _casts_recorded
 
 
 mark_constant(is_exporting)

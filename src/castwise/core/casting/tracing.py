@@ -8,10 +8,11 @@ contains their casts, and eager and compiled code use one implementation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.compiler import config
@@ -75,6 +76,21 @@ def graph_pop() -> None:
     if _open:
         graph_spans.append((*_open.pop(), _torch.autograd.sequence_number()))
     frames.pop()
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Return a context manager that leaves what code that is traced inside of it has entered and, after an error, not left.
+
+    These are autocast blocks, and leases on the kernels of blocks that the code creates.
+    """
+    level, opened, leased = frames.depth(), len(_open), len(trace_leases)
+    try:
+        yield
+    finally:
+        frames.unwind(level)
+        del _open[opened:]
+        del trace_leases[leased:]
 
 
 trace_leases: list[Any] = []

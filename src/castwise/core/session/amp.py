@@ -19,7 +19,7 @@ from castwise.core.casting.backward import mark_boundary
 from castwise.core.model import borders
 from castwise.core.model.arrival import check_widen
 from castwise.core.model.resolve import Resolution, resolve
-from castwise.core.model.stored import forget_formats, note_formats
+from castwise.core.model.stored import forget_formats, note_format, note_formats
 from castwise.core.parallel import fsdp, wrappers
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan, as_plan
@@ -217,7 +217,8 @@ class Amp(masters.OfThisProcess):
                 optimizers that update it. An optimizer that updates several models is passed in each of these calls. An
                 optimizer that is created later can be passed in another call with the same model. This is not possible
                 if the plan stores parameters in bf16 or fp16.
-            methods: The names of methods besides ``forward`` that your code calls and that must run under the plan too.
+            methods: The names of methods besides ``forward`` that your code calls and that must run under the plan too. In
+                inference, ``generate`` is among them.
             inference: Whether the model is only evaluated and not trained any more. Weights are then cast once instead
                 of at every call, except those of norm layers, and no fp32 master weights are kept. Pass no optimizer.
             keep_originals: Whether :meth:`close` can restore the values that the weights had before they were cast for
@@ -282,6 +283,11 @@ class Amp(masters.OfThisProcess):
             found = Inventory.of(model, optimizers)
             target = found.model
             self._check(found, wrapped=wrapped, inference=inference)
+            if inference and callable(getattr(type(target), "generate", None)):
+                methods = [
+                    *methods,
+                    *({"generate"} - {*methods}),
+                ]  # which calls the parts of an encoder-decoder by themselves
             borders.check_methods(target, methods)
             resolution = self.resolve(target, part=part, inference=inference, widen=widen)
             check_arrival(found.low, resolution, widen, again=kept is not None)
@@ -305,6 +311,8 @@ class Amp(masters.OfThisProcess):
             self._wrapping.note(target, resolution.plan)
             if drop:  # last, since what rounding changes cannot be undone
                 rounded = storage.store(target, resolution.plan, dtypes, log, drop=True)
+                for parameter in target.parameters():
+                    note_format(parameter)
         if inference or not self.plan.keeps_masters:
             storage.forget_originals(dtypes, inference=inference)  # this cannot be undone
         trained = None if inference else next((p for p in target.parameters() if p.requires_grad), None)

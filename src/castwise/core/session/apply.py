@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from castwise.core import _torch, masters
 from castwise.core.casting import frames, tracing
 from castwise.core.masters.sync import sync
-from castwise.core.model import borders
+from castwise.core.model import borders, caches
 from castwise.core.model.borders import Border
 from castwise.core.model.resolve import Resolution
 from castwise.core.parallel import fsdp
@@ -84,6 +84,8 @@ def apply(
     root = borders.install(model, resolution, device_type, methods, sync, log.callback)
     if not inference:
         bypass.watch(model, resolution, log.callback)
+    elif plan.autocasts:
+        caches.begin(log.callback)
     restrided = optimizers if plan.memory_format == "channels_last" else ()
     for optimizer in restrided:
         log.on(optimizer, masters.restride_state)

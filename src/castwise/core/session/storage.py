@@ -6,9 +6,10 @@ So a failure at any point, Ctrl-C included, can be undone.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,7 +25,6 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import some
 from castwise.core.session.undo import UndoLog
 from castwise.errors import PlanError, StateError
-
 
 _AT_A_TIME = 2**20
 """Number of elements that are rounded at a time to see whether rounding changes them."""
@@ -177,6 +177,14 @@ def store(
     if dtypes:
         _flatten_recurrent(model)
     return rounded
+
+
+@contextlib.contextmanager
+def silent_about_rounding() -> Iterator[None]:
+    """Return a context manager without the warning that values were rounded for inference, for models that are thrown away."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* were rounded for inference")
+        yield
 
 
 def _is_rounded_by(tensor: Tensor, dtype: torch.dtype) -> bool:

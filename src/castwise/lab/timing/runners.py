@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from castwise.core.ranks import ALONE
 from castwise.core.scaler import StepResult
 from castwise.core.session import Amp
 from castwise.core.session.process import Claim, check_device
+from castwise.core.session.storage import silent_about_rounding
 from castwise.errors import WorkloadError
 from castwise.lab.passes.isolation import unmoved
 from castwise.lab.workloads.workload import (
@@ -321,7 +321,6 @@ class InferenceRun(_Run):
 
     def close(self) -> None:
         """Remove the plan from the model and release it, with weights that may be rounded."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* were rounded for inference")
+        with silent_about_rounding():
             super().close()
         del self._call

@@ -1,0 +1,62 @@
+"""Keep the keys and values of a generate loop in the format in which attention reads them.
+
+A model that turns its keys by tables of sines in fp32, as Llama does, hands fp32 keys and bf16 values to its cache. The cache
+stores both in fp32, or fails if it was allocated in one format. But attention under a plan that autocasts reads them in the plan's
+format, so rounding them once, when they come into the cache, gives the same results with half the memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from castwise.core import _torch
+from castwise.core.casting import frames
+
+_begun: list[_torch.hooks.Replacement] = []
+_users = 0
+
+
+def _rounding(update: Callable[..., Any]) -> Callable[..., Any]:
+    def rounded(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        if frames.depth() and not torch.is_grad_enabled():
+            args = (*map(_rounded, args[:2]), *args[2:])
+            kwargs |= {
+                name: _rounded(kwargs[name]) for name in ("key_states", "value_states") if name in kwargs
+            }
+        return update(cache, *args, **kwargs)
+
+    return rounded
+
+
+def _rounded(states: Any) -> Any:
+    if isinstance(states, torch.Tensor) and torch.is_autocast_enabled(kind := states.device.type):
+        return states.to(torch.get_autocast_dtype(kind)) if states.dtype is torch.float32 else states
+    return states
+
+
+def begin(log: Callable[[Callable[[], None]], object]) -> None:
+    """Make the caches of ``transformers``, if it is imported, store keys and values in the format of autocasting.
+
+    This concerns calls under a plan and without gradients. ``log`` is called with a function that ends it.
+    """
+    global _users
+    module = sys.modules.get("transformers.cache_utils")
+    home = getattr(module, "Cache", None)
+    if not isinstance(home, type) or "update" not in vars(home):
+        return
+    log(_end)
+    _users += 1
+    if not _begun:
+        _begun.append(_torch.hooks.Replacement(home, "update", _rounding))
+    _begun[0].begin()
+
+
+def _end() -> None:
+    global _users
+    _users -= 1
+    if _users == 0 and _begun:
+        _begun.pop().end()

@@ -1,0 +1,1 @@
+"""Tests of castwise.core.serve, and of prepare(inference=True) with generate loops."""

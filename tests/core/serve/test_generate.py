@@ -1,0 +1,105 @@
+"""Generate loops of transformers under prepare(inference=True): the tokens and caches of the loop by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+
+transformers = pytest.importorskip("transformers")
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL = {"vocab_size": 128}
+
+
+def llama() -> nn.Module:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **shape, num_key_value_heads=2))  # type: ignore[no-any-return]
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(**SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+    return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+
+
+def t5() -> nn.Module:
+    """Its encoder is called by generate, outside of the model's forward."""
+    shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**SMALL, **shape, decoder_start_token_id=0)
+    )  # type: ignore[no-any-return]
+
+
+def made(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return make().eval()
+
+
+def tokens(model: Any, cache: str) -> tuple[torch.Tensor, set[torch.dtype]]:
+    """What a model generates, and the formats of its cache."""
+    ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0))
+    how = {} if cache == "dynamic" else {"cache_implementation": cache}
+    with torch.inference_mode():
+        out = model.generate(ids, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **how)
+    held = getattr(out.past_key_values, "self_attention_cache", out.past_key_values)
+    return out.sequences, {states.dtype for layer in held.layers for states in (layer.keys, layer.values)}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("plan", ["bf16-true", "fp16-true", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("make", [llama, gpt2, t5])
+def test_tokens_are_those_of_the_loop_by_hand_and_the_cache_is_low(
+    make: Callable[[], nn.Module], plan: str, cache: str
+) -> None:
+    given, parsed = made(make), castwise.Plan.parse(plan)
+    low = LOW[parsed.compute]
+    by_hand = copy.deepcopy(given) if parsed.autocasts else copy.deepcopy(given).to(low)
+    with torch.autocast("cpu", low, enabled=parsed.autocasts):  # which fails on Llama with a static cache
+        want = tokens(by_hand, "dynamic" if make is llama else cache)[0]
+    with castwise.Amp(plan, device="cpu") as amp:
+        amp.prepare(given, inference=True, keep_originals=True)
+        got, formats = tokens(given, cache)
+    assert torch.equal(got, want)
+    assert formats == {low}
+
+
+def test_caches_of_other_models_and_of_training_are_left_alone() -> None:
+    update = transformers.cache_utils.Cache.update
+    given, other = made(llama), made(llama)
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        amp.prepare(given, inference=True, keep_originals=True)
+        assert tokens(given, "dynamic")[1] == {torch.bfloat16}
+        assert tokens(other, "dynamic")[1] == {torch.float32}
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.float32 in tokens(other, "dynamic")[1]
+        with castwise.Amp("bf16-mixed", device="cpu") as second:
+            second.prepare(other, inference=True, keep_originals=True)
+            assert tokens(other, "dynamic")[1] == {torch.bfloat16}
+        assert tokens(given, "dynamic")[1] == {torch.bfloat16}
+    assert transformers.cache_utils.Cache.update is update
+    assert "generate" not in vars(given)
+
+
+def test_a_method_that_is_named_generate_runs_under_the_plan_in_inference_alone() -> None:
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+        def generate(self, x: torch.Tensor) -> torch.dtype:
+            return self.body(x).dtype
+
+    model, x = Decoder().eval(), torch.ones(2, 4)
+    for inference, want in ((True, torch.bfloat16), (False, torch.float32)):
+        with castwise.Amp("bf16-mixed", device="cpu") as amp, torch.no_grad():
+            amp.prepare(model, **({"inference": True, "keep_originals": True} if inference else {}))
+            assert model.generate(x) is want
+            assert model(x).dtype is torch.float32
