@@ -209,6 +209,8 @@ def gone_wrong(folder: Path) -> None:
 
 
 def serve(model: torch.nn.Module, inputs: torch.Tensor) -> torch.nn.Module:
-    program: torch.export.ExportedProgram = castwise.export(model, "bf16-mixed", (inputs,), dynamic_shapes=None)
+    program: torch.export.ExportedProgram = castwise.export(
+        model, "bf16-mixed", (inputs,), dynamic_shapes=None
+    )
     program.module()(inputs)
     return castwise.bake(model, torch.bfloat16)

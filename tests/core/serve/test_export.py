@@ -250,6 +250,52 @@ def test_what_torch_cannot_trace_is_one_error_and_the_model_stays() -> None:
     assert unchanged(given, before)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_program_begins_with_the_buffers_that_the_model_has(replaced: bool) -> None:
+    """The runs on the example, which are compared, leave no trace in it."""
+
+    class Counting(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if replaced:
+                self.count = self.count + 1
+            else:
+                self.count += 1
+            return self.a(x) * self.count
+
+    given, x = Counting().eval(), floats()
+    said = (
+        pytest.warns(UserWarning, match="assigns its buffers count anew")
+        if replaced
+        else contextlib.nullcontext()
+    )
+    with said:
+        program = castwise.export(given, "bf16-mixed", x)
+    assert float(given.count) == float(program.state_dict["count"]) == 0.0
+    run, by_model = program.module(), copy.deepcopy(given)
+    with castwise.Amp("bf16-mixed", device="cpu") as amp, torch.no_grad():
+        amp.prepare(by_model, inference=True, keep_originals=True)
+        for _ in range(1 if replaced else 3):
+            assert torch.equal(run(x), by_model(x))
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        given = model()
+    for call in (
+        lambda: castwise.export(given, "bf16-mixed", floats()),
+        lambda: castwise.bake(given, "bf16-mixed"),
+    ):
+        with pytest.raises(StateError, match="is on the meta device"):
+            call()
+
+
 def test_a_setting_of_the_process_is_said_to_be_no_part_of_it() -> None:
     with pytest.warns(UserWarning, match="fp32_matmul='tf32'.*whole process"):
         castwise.export(model(), "fp32+fp32_matmul=tf32", floats())

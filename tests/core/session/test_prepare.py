@@ -370,6 +370,28 @@ def test_a_preparation_for_inference_that_fails_has_rounded_nothing(
     assert same(photograph(model), before)
 
 
+def test_an_interrupt_while_weights_are_rounded_says_which_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    store, calls = castwise.core.masters.store, itertools.count()
+
+    def interrupted(tensor: Tensor, dtype: torch.dtype) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        store(tensor, dtype)
+
+    monkeypatch.setattr(castwise.core.masters, "store", interrupted)
+    with (
+        pytest.warns(UserWarning, match=r"^0\.weight, 0\.bias of Sequential were rounded"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        castwise.Amp("bf16-true", device=DEVICE).prepare(model, inference=True)
+    assert castwise.Amp.of(model) is None
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    for key in ("1.weight", "1.bias"):
+        assert torch.equal(model.state_dict()[key], before[key])
+
+
 def test_preparing_for_inference_takes_no_second_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """No former values are held while the next are converted."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from castwise.core import _torch
 from castwise.core.casting import tracing
 from castwise.core.casting.trees import map_tensors
 from castwise.core.plans.plan import Plan, as_plan
+from castwise.core.plans.text import some
 from castwise.core.serve.plain import check, copied_under, of_the_model, stored_tensors
 from castwise.errors import CastwiseError, StateError
 
@@ -51,7 +52,7 @@ def export(
         PlanError, PatternError, DeviceError: The plan does not fit the model or its device.
 
     Warns:
-        UserWarning: Outputs of the program differ from those of the model under the plan, or the plan has a process-wide setting.
+        UserWarning: A call of the model assigns buffers anew. Outputs of the program differ from those of the model under the plan, or the plan has a process-wide setting.
 
     Example::
 
@@ -63,7 +64,14 @@ def export(
     named = dict(kwargs or {})
     kind = type(model).__name__
     with copied_under(model, of_the_model(as_plan(plan), "export")) as copied:
-        want = _outputs(copied, args, named)
+        with _unchanged_buffers(copied) as assigned:
+            want = _outputs(copied, args, named)
+        if assigned:
+            warnings.warn(
+                f"export: a call of this {kind} assigns its buffers {some(assigned)} anew, and the program has them as they are now at "
+                "every call; write them in place (buffer.copy_(...)) if calls depend on earlier ones",
+                stacklevel=2,
+            )
         try:
             with _quiet(), tracing.contained():
                 program = _torch.export.export_with_casts(copied, args, named, dynamic_shapes)
@@ -75,7 +83,8 @@ def export(
                 "torch.export.export(model, args, strict=False) to see whether the model or the plan is the reason"
             ) from error
         _own_tensors(program, copied)
-        _compare(kind, want, _outputs(program.module(), args, named))
+        with _unchanged_buffers(copied):  # whose memory is the program's
+            _compare(kind, want, _outputs(program.module(), args, named))
     return program
 
 
@@ -87,6 +96,29 @@ def _own_tensors(program: torch.export.ExportedProgram, copied: nn.Module) -> No
         for key, value in [*held.items()]:
             if isinstance(value, Tensor) and id(value) in names:
                 held[key] = stored[names[id(value)]]
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(model: nn.Module) -> Iterator[list[str]]:
+    """Return a context manager that gives a model the buffers that it had before, with their values.
+
+    Its value is a list, which has the names of buffers that were other tensors at the end.
+    """
+    held = [
+        (module, path, key, buffer, buffer.detach().clone())
+        for path, module in model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+    ]
+    assigned: list[str] = []
+    try:
+        yield assigned
+    finally:
+        with torch.no_grad():
+            for module, path, key, buffer, values in held:
+                if getattr(module, key, None) is not buffer:
+                    assigned.append(f"{path}.{key}".lstrip("."))
+                buffer.copy_(values)
+                setattr(module, key, buffer)
 
 
 @torch.no_grad()
@@ -113,8 +145,8 @@ def _compare(kind: str, want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
     if worst:
         warnings.warn(
             f"export: outputs of the exported {kind} differ from those of the model under the plan, by up to {worst:.2g} of the "
-            "largest. Reasons can be kernels that torch.export takes apart, such as those of an LSTM, random draws, and state that a "
-            "call changes.",
+            "largest. Reasons can be kernels that torch.export takes apart, such as those of an LSTM, random draws, and Python state that "
+            "a call changes.",
             stacklevel=3,
         )
 

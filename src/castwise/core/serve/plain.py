@@ -24,9 +24,15 @@ def check(call: str, model: nn.Module) -> None:
     """Raise if a model cannot be copied for inference.
 
     Raises:
-        StateError: The model is in training mode, or prepared.
+        StateError: The model is in training mode, prepared, or without memory.
     """
     kind = type(model).__name__
+    empty = next((name for name, tensor in named_tensors(model) if tensor.is_meta), None)
+    if empty is not None:
+        raise StateError(
+            f"{call}: {empty} of this {kind} is on the meta device and has no values; give it memory with model.to_empty(device=...), "
+            "and load its weights"
+        )
     training = next((path for path, module in model.named_modules() if module.training), None)
     if training is not None:
         which = f"{training} of this {kind}" if training else f"this {kind}"

@@ -165,9 +165,10 @@ def store(
         log.on(tensor, _as_before, tensor.dtype, tensor.stride(), grad_dtype)
         masters.note_former(tensor, tensor.dtype)
         if dtype is not tensor.dtype:
-            if drop and _is_rounded_by(tensor, dtype):
-                rounded.append(name)
+            changes = drop and _is_rounded_by(tensor, dtype)
             masters.store(tensor, dtype)
+            if changes:
+                rounded.append(name)
             if drop:
                 masters.forget_original(tensor)
         if strides and not hasattr(tensor, "device_mesh"):
