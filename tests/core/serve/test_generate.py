@@ -85,6 +85,63 @@ def test_caches_of_other_models_and_of_training_are_left_alone() -> None:
     assert "generate" not in vars(given)
 
 
+def test_keys_and_values_stay_fp32_for_attention_in_fp32() -> None:
+    given = made(llama)
+    ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0))
+    plan = "bf16-mixed+ops.scaled_dot_product_attention=fp32"
+    with castwise.Amp(plan, device="cpu") as amp, torch.no_grad():
+        amp.prepare(given, inference=True, keep_originals=True)
+        kept = given(ids, use_cache=True)
+        assert torch.equal(kept.logits, given(ids, use_cache=False).logits)
+    assert kept.past_key_values.layers[0].keys.dtype is torch.float32
+
+
+class Odd(nn.Linear):
+    """With things that are named generate and are no plain methods, or are not the class's."""
+
+    def generate(self, x: Any) -> Any:
+        return "class"
+
+
+class Static(nn.Linear):
+    @staticmethod
+    def generate(number: int) -> int:
+        return number
+
+
+class Kind(nn.Linear):
+    @classmethod
+    def generate(cls, number: int) -> int:
+        return number
+
+
+class Late(nn.Linear):
+    def generate(self, number: int) -> Any:
+        yield number
+
+
+class Held(nn.Linear):
+    generate = nn.Linear(4, 4)
+
+
+def test_what_is_named_generate_and_is_no_method_of_the_class_stays() -> None:
+    own = Odd(4, 4)
+    own.generate = lambda x: "mine"  # type: ignore[method-assign]
+    for model in (own, Static(4, 4), Kind(4, 4), Late(4, 4), Held(4, 4)):
+        before = dict(vars(model))
+        amp = castwise.Amp("bf16-mixed", device="cpu")
+        amp.prepare(model.eval(), inference=True, keep_originals=True)
+        assert vars(model).get("generate") is before.get("generate")
+        amp.close()
+        assert vars(model).get("generate") is before.get("generate")
+    assert own.generate(1) == "mine"
+    with (
+        castwise.Amp("bf16-mixed", device="cpu") as amp,
+        pytest.raises(castwise.CastwiseError, match="sequence of names"),
+    ):
+        amp.prepare(Odd(4, 4).eval(), inference=True, methods="encode")
+
+
 def test_a_method_that_is_named_generate_runs_under_the_plan_in_inference_alone() -> None:
     class Decoder(nn.Module):
         def __init__(self) -> None:

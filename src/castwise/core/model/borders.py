@@ -20,6 +20,7 @@ or fp16 parameters have borders of their own, inside which operators run unchang
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections import deque
@@ -492,6 +493,19 @@ def explain(error: BaseException, models: Iterable[nn.Module], loss: torch.Tenso
             explain_dtype_error(error, model, border.site, outside=True)
         else:
             explain_backward(error, model, border.site, loss)
+
+
+def has_method(model: nn.Module, name: str) -> bool:
+    """Whether a model's class has a plain method of a name, which the model itself does not replace.
+
+    A generator or a coroutine is none, since a call of it only begins later.
+    """
+    method = inspect.getattr_static(type(model), name, None)
+    if not inspect.isfunction(method) or name in vars(model):
+        return False
+    plain = inspect.unwrap(method)
+    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    return not any(is_kind(plain) for is_kind in kinds)
 
 
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:

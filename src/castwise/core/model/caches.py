@@ -16,13 +16,15 @@ import torch
 from castwise.core import _torch
 from castwise.core.casting import frames
 
+_READERS = ("scaled_dot_product_attention", "matmul", "bmm", "baddbmm")
+"""The operators by which attention reads keys and values."""
 _begun: list[_torch.hooks.Replacement] = []
 _users = 0
 
 
 def _rounding(update: Callable[..., Any]) -> Callable[..., Any]:
     def rounded(cache: Any, *args: Any, **kwargs: Any) -> Any:
-        if frames.depth() and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and _attention_is_low():
             args = (*map(_rounded, args[:2]), *args[2:])
             kwargs |= {
                 name: _rounded(kwargs[name]) for name in ("key_states", "value_states") if name in kwargs
@@ -30,6 +32,18 @@ def _rounding(update: Callable[..., Any]) -> Callable[..., Any]:
         return update(cache, *args, **kwargs)
 
     return rounded
+
+
+def _attention_is_low() -> bool:
+    """Whether the plan that is active autocasts, and runs the operators that read a cache in its format."""
+    frame = frames.thread.state.frame
+    return (
+        frame is not None
+        and frame.enabled
+        and all(
+            row.rule in ("lower", "unfused", "native") for op, row in frame.rows.items() if op in _READERS
+        )
+    )
 
 
 def _rounded(states: Any) -> Any:
@@ -41,7 +55,7 @@ def _rounded(states: Any) -> Any:
 def begin(log: Callable[[Callable[[], None]], object]) -> None:
     """Make the caches of ``transformers``, if it is imported, store keys and values in the format of autocasting.
 
-    This concerns calls under a plan and without gradients. ``log`` is called with a function that ends it.
+    This concerns calls without gradients under a plan whose attention runs in its format. ``log`` is called with a function that ends it.
     """
     global _users
     module = sys.modules.get("transformers.cache_utils")

@@ -218,7 +218,7 @@ class Amp(masters.OfThisProcess):
                 optimizer that is created later can be passed in another call with the same model. This is not possible
                 if the plan stores parameters in bf16 or fp16.
             methods: The names of methods besides ``forward`` that your code calls and that must run under the plan too. In
-                inference, ``generate`` is among them.
+                inference, ``generate`` is among them, if the model's class has such a method.
             inference: Whether the model is only evaluated and not trained any more. Weights are then cast once instead
                 of at every call, except those of norm layers, and no fp32 master weights are kept. Pass no optimizer.
             keep_originals: Whether :meth:`close` can restore the values that the weights had before they were cast for
@@ -283,12 +283,9 @@ class Amp(masters.OfThisProcess):
             found = Inventory.of(model, optimizers)
             target = found.model
             self._check(found, wrapped=wrapped, inference=inference)
-            if inference and callable(getattr(type(target), "generate", None)):
-                methods = [
-                    *methods,
-                    *({"generate"} - {*methods}),
-                ]  # which calls the parts of an encoder-decoder by themselves
             borders.check_methods(target, methods)
+            if inference and "generate" not in methods and borders.has_method(target, "generate"):
+                methods = [*methods, "generate"]  # which calls the parts of an encoder-decoder by themselves
             resolution = self.resolve(target, part=part, inference=inference, widen=widen)
             check_arrival(found.low, resolution, widen, again=kept is not None)
             fsdp.check_groups(resolution, target)
