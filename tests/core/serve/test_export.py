@@ -210,6 +210,14 @@ def test_torchs_own_export_of_a_prepared_model_is_refused_as_before_and_after() 
             castwise.export(model(), "bf16-mixed", x)
 
 
+def test_outputs_that_are_nan_are_no_difference() -> None:
+    class Undefined(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.clamp_max(-10.0).sqrt()
+
+    assert castwise.export(Undefined().eval(), "bf16-mixed", floats()).module()(floats()).isnan().all()
+
+
 # --- what is refused ------------------------------------------------------------------------------------------
 
 

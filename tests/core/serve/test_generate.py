@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,17 @@ def test_caches_of_other_models_and_of_training_are_left_alone() -> None:
         assert tokens(given, "dynamic")[1] == {torch.bfloat16}
     assert transformers.cache_utils.Cache.update is update
     assert "generate" not in vars(given)
+
+
+def test_a_session_that_is_dropped_leaves_the_caches_to_the_next_that_closes() -> None:
+    update = transformers.cache_utils.Cache.update
+    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp.prepare(Odd(4, 4).eval(), inference=True)
+    del amp
+    gc.collect()
+    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+        amp.prepare(Odd(4, 4).eval(), inference=True, keep_originals=True)
+    assert transformers.cache_utils.Cache.update is update
 
 
 def test_keys_and_values_stay_fp32_for_attention_in_fp32() -> None:

@@ -300,9 +300,7 @@ def _refuse_export(kind: str) -> None:
     """
     raise StateError(
         f"torch.export of a prepared {kind}: an exported graph would lack the plan's casts of operators, and fail at its first "
-        "call. Export the model after amp.close(), which leaves it in fp32, or prepare it with a plan that casts no "
-        "operators, such as "
-        "'bf16-true' or 'fp32'."
+        "call. Call amp.close() and then castwise.export(model, plan, example), whose graph holds the casts."
     )
 
 

@@ -7,11 +7,14 @@ format, so rounding them once, when they come into the cache, gives the same res
 
 from __future__ import annotations
 
+import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from castwise.core import _torch
 from castwise.core.casting import frames
@@ -19,7 +22,8 @@ from castwise.core.casting import frames
 _READERS = ("scaled_dot_product_attention", "matmul", "bmm", "baddbmm")
 """The operators by which attention reads keys and values."""
 _begun: list[_torch.hooks.Replacement] = []
-_users = 0
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models for which caches are changed."""
 
 
 def _rounding(update: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,25 +56,30 @@ def _rounded(states: Any) -> Any:
     return states
 
 
-def begin(log: Callable[[Callable[[], None]], object]) -> None:
+def begin(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
     """Make the caches of ``transformers``, if it is imported, store keys and values in the format of autocasting.
 
-    This concerns calls without gradients under a plan whose attention runs in its format. ``log`` is called with a function that ends it.
+    This concerns calls without gradients under a plan whose attention runs in its format.
+
+    Args:
+        model: The model that needs it. It is held weakly.
+        log: Called with a function that ends it, unless another model needs it.
     """
-    global _users
     module = sys.modules.get("transformers.cache_utils")
     home = getattr(module, "Cache", None)
     if not isinstance(home, type) or "update" not in vars(home):
         return
-    log(_end)
-    _users += 1
+    log(functools.partial(_end, weakref.ref(model)))
+    _models.add(model)
     if not _begun:
         _begun.append(_torch.hooks.Replacement(home, "update", _rounding))
     _begun[0].begin()
 
 
-def _end() -> None:
-    global _users
-    _users -= 1
-    if _users == 0 and _begun:
-        _begun.pop().end()
+def _end(model: weakref.ref[nn.Module]) -> None:
+    """Put back the methods of the caches if this was the last model. It may be called twice."""
+    if (alive := model()) is not None:
+        _models.discard(alive)
+    if not _models and _begun:
+        _begun[0].end()
+        _begun.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +53,8 @@ def export(
         PlanError, PatternError, DeviceError: The plan does not fit the model or its device.
 
     Warns:
-        UserWarning: A call of the model assigns buffers anew. Outputs of the program differ from those of the model under the plan, or the plan has a process-wide setting.
+        UserWarning: A call of the model assigns buffers anew, outputs of the program differ from those of the model under the
+            plan, or the plan has a process-wide setting.
 
     Example::
 
@@ -139,9 +141,10 @@ def _compare(kind: str, want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
     """Warn if a program gives other outputs for the example than the model from which it was made."""
     worst = 0.0
     for one, other in zip(want, got, strict=True):
-        if not torch.equal(one, other):
-            scale = one.double().abs().max().clamp_min(torch.finfo(torch.float64).tiny)
-            worst = max(worst, float((one.double() - other.double()).abs().max() / scale), 5e-324)
+        one, other = one.double(), other.double()
+        if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
+            scale = one.nan_to_num().abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+            worst = max(worst, float((one - other).abs().nan_to_num(nan=math.inf).max() / scale))
     if worst:
         warnings.warn(
             f"export: outputs of the exported {kind} differ from those of the model under the plan, by up to {worst:.2g} of the "

@@ -85,7 +85,7 @@ def apply(
     if not inference:
         bypass.watch(model, resolution, log.callback)
     elif plan.autocasts:
-        caches.begin(log.callback)
+        caches.begin(model, log.callback)
     restrided = optimizers if plan.memory_format == "channels_last" else ()
     for optimizer in restrided:
         log.on(optimizer, masters.restride_state)
