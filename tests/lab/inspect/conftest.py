@@ -1,4 +1,4 @@
-"""Shared by the tests of inspection."""
+"""Fixtures of the inspection tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with a rounding fault in one layer, which shows under autocast alone: what a comparison must find."""
+"""Models in which one layer rounds too coarsely, under autocast only. A comparison must find that layer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.here import DEVICE
 
 
 def coarse(tensor: Tensor, bits: int) -> Tensor:
-    """Rounded to nearest, to so many bits of mantissa after the leading one."""
+    """Round to the nearest value with ``bits`` bits of mantissa after the leading one."""
     mantissa, exponent = torch.frexp(tensor.float())
     scale = 2.0 ** (bits + 1)
     return torch.ldexp(torch.round(mantissa * scale) / scale, exponent).to(tensor.dtype)
 
 
 class Coarse(torch.autograd.Function):
-    """Rounds coarsely in one direction."""
+    """The identity, with coarse rounding in either the forward or the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, bits: int, backward: bool) -> Tensor:
@@ -32,9 +32,9 @@ class Coarse(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """A residual layer: norm, two products, GELU. ``fault`` is ``(place, bits, backward)``.
+    """A residual layer: norm, linear, GELU, linear. ``fault`` is ``(place, bits, backward)``.
 
-    The place is ``out``, where its second product hands over, or ``sum``, where the layer adds: its own code.
+    The place is ``out``, the output of the second linear layer, or ``sum``, the residual sum in ``Layer.forward``.
     """
 
     def __init__(self, width: int, fault: tuple[str, int, bool] | None = None) -> None:
@@ -65,7 +65,7 @@ def _spoilt(x: Tensor, fault: tuple[str, int, bool] | None) -> Tensor:
 
 
 class Stack(nn.Module):
-    """Layers one on the other, the fault in one of them."""
+    """A stack of residual layers, with a fault in layer ``at``."""
 
     def __init__(self, layers: int = 24, width: int = 32, at: int | None = None, fault: Any = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The corpus of ``bench/nonfinite``, which is no package that tests can import by name."""
+"""The corpus of ``bench/nonfinite``, loaded by path because that folder is not a package."""
 
 from __future__ import annotations
 

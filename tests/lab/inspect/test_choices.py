@@ -1,4 +1,4 @@
-"""``compare`` names the operators whose integers and masks a format changes."""
+"""``compare`` names the operators whose integer or boolean results change with the format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRONG = int((torch.arange(400) != COUNTED).sum())
 
 
 class Positions(nn.Module):
-    """Adds rows of a table by positions, counted in a dtype."""
+    """Position embeddings, with the positions counted in a given dtype."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_positions_that_the_format_holds_are_not_named(dtype: torch.dtype, plan:
 
 
 class Counted(nn.Module):
-    """Scales rows by bytes, or cuts them to a length that Python reads; both from a count in the dtype of its input."""
+    """Rows scaled by uint8 factors or masked beyond a length read with ``int()``, counted in the input's dtype."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_bytes_and_numbers_that_python_reads_are_choices(reads: bool, operator: 
 
 
 class Times(nn.Module):
-    """Adds a function of times; one number per example."""
+    """A linear layer on the sine and cosine of a time; the input is one number per example."""
 
     def __init__(self) -> None:
         super().__init__()

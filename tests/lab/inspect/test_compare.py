@@ -1,4 +1,4 @@
-"""compare(): errors are found where they are born, whatever the model is made of, and the model is as it was."""
+"""compare() finds the module in which an error arises, for models of all kinds, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def at(found: Comparison, path: str, call: int = 0) -> CallComparison:
 
 
 def numbers(found: Comparison) -> list[tuple[Any, ...]]:
-    """All that was found of calls, to compare with ==."""
+    """Return the results for all calls as tuples, which ``==`` can compare."""
     return [
         (c.path, c.call, dataclasses.astuple(c.forward), dataclasses.astuple(c.backward)) for c in found.calls
     ]
 
 
-# --- where errors are born ------------------------------------------------------------------------------------
+# --- where errors arise ---------------------------------------------------------------------------------------
 
 PLACES = {"out": "layers.{}.second", "sum": "layers.{}"}
 FAULTS = [
@@ -54,7 +54,7 @@ FAULTS = [
 def test_a_fault_in_one_layer_of_24_is_found_there_and_nowhere_else(
     position: int, place: str, backward: bool
 ) -> None:
-    bits = 3  # bf16 has 7
+    bits = 3  # bf16 has 7 bits
     model = Stack(at=position, fault=(place, bits, backward))
     found = compare(model, loss, batch(), "fp32", LOW, tries=1)
     assert [c.path for c in found.birthplaces] == [PLACES[place].format(position)]
@@ -68,7 +68,7 @@ def test_a_fault_in_one_layer_of_24_is_found_there_and_nowhere_else(
 
 def test_a_fault_in_few_elements_is_found_too() -> None:
     class Head(nn.Linear):
-        """One of its 64 outputs is coarse, as one head of an attention may be."""
+        """A linear layer with one coarse output among 64, as when one attention head is faulty."""
 
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
@@ -86,13 +86,15 @@ def test_a_fault_in_few_elements_is_found_too() -> None:
 def test_a_plan_without_a_fault_has_no_birthplace() -> None:
     found = compare(Stack(layers=8), loss, batch(), "fp32", LOW)
     assert not found.birthplaces
-    assert len(found.calls) == 1 + 1 + 2 + 8 * 4  # loss, model, first and last layer, layers with theirs
+    assert (
+        len(found.calls) == 1 + 1 + 2 + 8 * 4
+    )  # loss, model, first and last layer; 8 residual layers, 4 calls each
     assert found.passes == 7
     assert not found.notes
 
 
 class Variance(nn.Module):
-    """Normalises by a difference of means, which cancels in a low format."""
+    """A norm with the variance E[x²] - E[x]², which cancels in a low format."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean = x.mean(-1, keepdim=True)
@@ -100,15 +102,15 @@ class Variance(nn.Module):
 
 
 class Vanishing(nn.Module):
-    """Divides by the deviation of small numbers, whose squares and epsilon are below fp16's smallest."""
+    """A norm of small numbers, whose squares and epsilon are below fp16's smallest subnormal."""
 
     def forward(self, x: Tensor) -> Tensor:
         gap = (x - x.mean(-1, keepdim=True)) * 1e-4
-        return gap / ((gap * gap).mean(-1, keepdim=True) + 1e-9).sqrt()  # a GPU takes powers in fp32
+        return gap / ((gap * gap).mean(-1, keepdim=True) + 1e-9).sqrt()  # ** runs in fp32 on a GPU
 
 
 class RunningSum(nn.Module):
-    """Adds up in the format that arrives, one number after the other."""
+    """The input minus its mean, which is summed one term at a time in the format of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x[:, 0])
@@ -118,7 +120,7 @@ class RunningSum(nn.Module):
 
 
 class CoarseNorm(nn.LayerNorm):
-    """Spoils the result of torch's kernel."""
+    """A layer norm that rounds the result of torch's kernel coarsely under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
@@ -139,10 +141,10 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.randn(512, 16, generator=draw), torch.randint(4, (512,), generator=draw)
 
 
-@pytest.mark.cpu  # a GPU's layer norm adds up in fp32
+@pytest.mark.cpu  # on a GPU layer norm accumulates in fp32
 @pytest.mark.parametrize("plan", [LOW, "bf16-true", "fp16-mixed"])
 def test_rounding_inside_torchs_own_kernels_is_not_named(plan: str) -> None:
-    """On a CPU layer norm's backward adds up the gradient of its bias in bf16."""
+    """On a CPU, the backward pass of layer norm sums the gradient of its bias in bf16."""
     found = compare(normed(nn.LayerNorm(64)), loss, rows(), "fp32", plan, tries=0)
     assert not found.birthplaces
     assert {c.path for c in found.in_kernels} == {"1", "4"}
@@ -163,7 +165,7 @@ def test_faults_of_the_models_own_code_are_named_beside_torchs_kernels(
     assert {c.path for c in found.in_kernels} <= {"4"}
 
 
-@pytest.mark.cpu  # a GPU's layer norm adds up in fp32, and so loses nothing
+@pytest.mark.cpu  # on a GPU layer norm accumulates in fp32, so nothing is lost
 @pytest.mark.parametrize(
     "plan",
     [
@@ -188,7 +190,7 @@ def test_exact_kernels_round_once(dtype: torch.dtype) -> None:
     assert exact.bias.grad is not None
     assert torch.equal(cast("Tensor", layer.bias.grad), exact.bias.grad.to(dtype))
     layer.zero_grad()
-    if DEVICE == "cuda":  # whose own kernel adds up in fp32
+    if DEVICE == "cuda":  # torch's own CUDA kernel accumulates in fp32
         return
     layer(x).backward(came_in)
     assert not torch.equal(layer.bias.grad, exact.bias.grad.to(dtype))
@@ -211,7 +213,7 @@ def test_own_errors_are_those_of_the_module_by_itself() -> None:
     layer = model.layers[0].first
     with torch.autocast(DEVICE, torch.bfloat16):
         format = model.layers[0].norm(model.take(batch()[0])).dtype
-    given = model.layers[0].norm(x).to(format)  # in the format that it has under the plan
+    given = model.layers[0].norm(x).to(format)  # in the format of this input under the plan
     with torch.autocast(DEVICE, torch.bfloat16):
         low = layer(given)
     wide = layer(given.float())
@@ -232,7 +234,7 @@ def test_what_a_region_rounds_passes_through_the_others() -> None:
 
 
 class Cancels(nn.Module):
-    """Subtracts what it has added: ill-conditioned in any format."""
+    """The input minus its mean, far smaller than the input: ill-conditioned in any format."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean()) * 100.0 if self.training else x
@@ -256,11 +258,11 @@ def test_what_is_badly_conditioned_is_not_called_a_fault() -> None:
     assert side.expected > 0.1  # far above bf16's eps of 2**-7
 
 
-# --- whatever the model is made of ------------------------------------------------------------------------------
+# --- models of all kinds ----------------------------------------------------------------------------------------
 
 
 class Shared(nn.Module):
-    """One layer called four times, in two pieces that checkpointing may compute again."""
+    """One layer called four times, in two segments that may be checkpointed."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -291,15 +293,15 @@ def test_checkpointing_changes_nothing_that_is_found(how: str) -> None:
     for one, other in zip(plain.calls, again.calls, strict=True):
         assert (one.path, one.call) == (other.path, other.call)
         assert one.forward == other.forward
-        # one that is reentrant casts weights anew, and so adds up the gradients of a parameter's calls in another format
+        # Reentrant checkpointing casts the weights again, so gradients of several calls are summed in another format.
         for name in ("incoming",) if how == "reentrant" else ("own", "error", "incoming"):
             mine, theirs = getattr(one.backward, name), getattr(other.backward, name)
-            rel = 0.1 if name == "own" and DEVICE != "cpu" else 1e-4  # so does either on a device
+            rel = 0.1 if name == "own" and DEVICE != "cpu" else 1e-4  # on a GPU both kinds do
             assert theirs == (mine and pytest.approx(mine, rel=rel)), (one.path, one.call, name)
 
 
 class Mirrored(nn.Module):
-    """Calls one layer with numbers in either order, whose sum is the same, as that of all results of a layer norm is."""
+    """A layer called with x and with x reversed: the inputs have the same sum, as all outputs of a layer norm do."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -329,7 +331,7 @@ def test_recomputed_calls_are_told_apart_by_more_than_the_sum_of_what_they_are_g
 
 
 class Parts(nn.Module):
-    """Keyword arguments, a dict with what is not a tensor, in-place operators, BatchNorm, dropout, and an LSTM on packed rows."""
+    """Keyword arguments, non-tensor outputs, in-place ReLU, BatchNorm, dropout and an LSTM on packed rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +343,7 @@ class Parts(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         x = self.norm(self.take(x))
-        self.act(x)  # what it returns is left: the caller's own tensor was written to
+        self.act(x)  # the result is not used: ReLU wrote to x in place
         x = self.drop(x)
         packed = nn.utils.rnn.pack_padded_sequence(
             x.view(4, 4, 16), torch.tensor([4, 4, 3, 2], device="cpu"), batch_first=True
@@ -372,7 +374,7 @@ def test_parts_of_all_kinds_are_followed() -> None:
 
 
 def test_the_comparison_sees_the_losses_of_the_model_without_it() -> None:
-    """What goes in and out is copied; nothing may differ for it, in-place writes among it."""
+    """compare() copies the inputs and outputs of modules; the losses stay the same, also with in-place operators."""
     model = Parts()
     found = compare(model, parts_loss, batch(), "fp32", LOW)
     torch.manual_seed(0)
@@ -396,7 +398,7 @@ def test_hugging_face_models_and_their_outputs() -> None:
 
 
 class Adaptive(nn.Module):
-    """Runs its layer once more where rounding shows: the number of calls differs between plans."""
+    """A model that calls its layer twice in bf16 and once in fp32, so the number of calls differs between plans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,7 +416,7 @@ def test_calls_that_one_plan_has_alone_are_said() -> None:
     found = compare(Adaptive(), loss, batch(), "fp32", LOW)
     assert [c.call for c in found.calls if c.path == "layer"] == [0]
     assert "1 call ran only under the second plan: layer (call 1)." in found.notes
-    assert found.birthplaces  # the code of the model itself, which calls it twice
+    assert found.birthplaces  # the model's own forward, which calls the layer twice
     assert found.birthplaces[0].path == ""
 
 
@@ -463,7 +465,7 @@ def test_compiled_code_against_eager_code_under_one_plan() -> None:
     assert [c.path for c in found.calls if c.forward.own is None] == []
 
 
-# --- nothing is disturbed ---------------------------------------------------------------------------------------
+# --- the model and the random state are unchanged ---------------------------------------------------------------
 
 
 def state(model: nn.Module) -> list[Any]:
@@ -504,7 +506,7 @@ def test_the_model_is_as_it_was(error: type[BaseException] | None, passes: int) 
         compare(model, failing, batch(), "fp32", LOW)
 
     if error is None or (error is Fails and passes > 1):
-        run()  # a loss that fails where values are put in the place of its own ends those passes alone
+        run()  # if the loss fails in a pass with substituted values, only that pass ends
     else:
         with pytest.raises((WorkloadError, KeyboardInterrupt)):
             run()
@@ -527,7 +529,7 @@ def test_own_errors_are_left_out_where_the_loss_cannot_bear_given_values() -> No
     assert {c.forward.effect for c in found.calls} <= {"unseen", "exact"}
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- input that is refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

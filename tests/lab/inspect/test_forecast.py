@@ -1,4 +1,4 @@
-"""Forecasts of models whose numbers are known, held to exact shares and to what low runs do."""
+"""Forecasts of models with known values, compared with exact shares and with real runs in low formats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Times(nn.Module):
-    """Multiplies."""
+    """The input times a constant."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ def sound(width: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
 
 
-# --- shares that are known ----------------------------------------------------------------------------------
+# --- known shares -------------------------------------------------------------------------------------------
 
 
 def test_shares_of_activations_and_gradients_are_exact() -> None:
-    """One layer of ones: its outputs are the inputs, and the gradients of these the loss's weights."""
+    """With a weight of 1 the activations are the inputs, and the gradients are the weights of the loss."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     x = torch.tensor([1.0, 7e4, -1e5, 1e-5, 1e-9, 0.0, 3.0, 2.0])[:, None]
@@ -72,7 +72,7 @@ def test_shares_of_activations_and_gradients_are_exact() -> None:
     tensors = {t.kind: t for t in found.region("").tensors}
     out = tensors["activations"].cast("fp16")
     assert out is not None
-    assert (out.overflow, out.subnormal, out.flush) == (4 / 16, 2 / 16, 2 / 16)  # of the input too
+    assert (out.overflow, out.subnormal, out.flush) == (4 / 16, 2 / 16, 2 / 16)  # of 8 inputs and 8 outputs
     gradient = tensors["gradients"].cast("fp16", scaled=False)
     assert gradient is not None
     assert (gradient.overflow, gradient.subnormal, gradient.flush) == (0.0, 1 / 8, 3 / 8)
@@ -103,7 +103,7 @@ def test_a_sound_model_is_held_by_every_format() -> None:
     assert "holds all 5 regions" in found.answer
 
 
-# --- faults that it must find, and the plan that follows -----------------------------------------------------
+# --- faults to find, and the plan recommended ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("position", [1, 3])
@@ -135,7 +135,7 @@ def test_an_overflow_is_found_where_it_is_and_the_plan_that_follows_is_finite(po
 
 
 def low(model: nn.Module, plan: str) -> tuple[set[str], bool]:
-    """Modules whose outputs are not finite in a real run under a plan, and whether gradients are not."""
+    """Train a step under a plan; return the modules with non-finite outputs, and True if a gradient is not finite."""
     bad: set[str] = set()
 
     def see(path: str) -> Any:
@@ -206,7 +206,7 @@ def test_the_plan_is_judged_by_what_it_computes_where() -> None:
 
 
 class Divides(nn.Module):
-    """By a root mean square that is zero where its input is, but for an epsilon."""
+    """An RMS norm with four rows of zeros, where only the epsilon keeps the divisor from zero."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_an_epsilon_that_becomes_zero_below_a_quotient_is_found(eps: float) -> N
 
 
 class Squares(nn.Module):
-    """Small squares made large again: what vanishes is nothing beside what comes after it."""
+    """Squares that underflow, scaled up again, so the lost values are tiny beside later ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         small = x * 1e-4
@@ -277,7 +277,7 @@ def test_a_fault_in_the_model_itself_has_no_plan() -> None:
 
 
 def test_gradients_that_vanish_in_fp16_are_found_and_the_loss_scales_hold_them() -> None:
-    """Where fp16 runs at both ends of the scales nothing overflows, and next to nothing is lost; beyond them it is."""
+    """Gradients are exact within 1e-4 at the highest loss scale; far above and far below the range they are not."""
     small = lambda m, b: 1e-6 * squared(m, b)  # noqa: E731
     found = forecast(sound(), small, batches(), ("fp16",), plan="fp16-mixed")
     assert found.scales is not None
@@ -346,11 +346,11 @@ def test_updates_that_bf16_drops_are_counted() -> None:
     assert not any(region.stored for region in kept.regions)
 
 
-# --- what a plan keeps --------------------------------------------------------------------------------------
+# --- what a plan keeps in fp32 ------------------------------------------------------------------------------
 
 
 class Keeps(nn.Module):
-    """exp is fp32 under autocast; its large result is taken by a function that keeps it so, or by a product."""
+    """A large fp32 result of exp that goes either into log, which stays in fp32, or into a linear layer."""
 
     def __init__(self, product: bool) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ def test_parameters_that_norms_take_as_they_are_are_kept() -> None:
     assert found.region("0").tensor("weights", kept=False) is not None
 
 
-# --- what models have ---------------------------------------------------------------------------------------
+# --- kinds of models ----------------------------------------------------------------------------------------
 
 
 class Shared(nn.Module):
@@ -407,7 +407,7 @@ class Shared(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A sparse embedding, an LSTM and a complex spectrum."""
+    """A model with a sparse embedding, an LSTM and a complex spectrum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class Tokens(nn.Module):
 
 
 class Output(dict[str, Any]):
-    """As Hugging Face's."""
+    """A dict of outputs with attributes, like Hugging Face's."""
 
 
 class Checkpointed(nn.Module):
@@ -533,7 +533,7 @@ def test_an_interrupt_half_way_leaves_no_trace(error: type[BaseException], at: i
     assert calls == [at]
 
 
-# --- what is asked of it ------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Models that train nothing, under plans whose masters live in an optimizer."""
+"""Frozen models under plans that keep master weights in the optimizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_compare_takes_a_frozen_model_and_one_without_parameters(plan: str) -> N
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_mismatch_takes_a_frozen_model(plan: str) -> None:
-    """As the same model that is trained: nothing is trained here anyway."""
+    """The result is the same as for a trainable model, because mismatch() does not train."""
     torch.manual_seed(0)
     model = Tokens()
     batches = [torch.randint(0, 16, (2, 5))]

@@ -1,4 +1,4 @@
-"""mismatch(): log-probabilities of two plans against oracles, and what importance ratios follow from them."""
+"""mismatch(): log-probabilities and importance ratios of two plans, compared with direct computations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCABULARY = 11
 
 
 class Language(nn.Module):
-    """Logits from an embedding and a product; dropout, which a comparison must not see."""
+    """Logits from an embedding and a linear layer, with dropout that mismatch() must switch off."""
 
     def __init__(self, sharp: float = 1.0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def tokens(rows: int = 4, length: int = 9, seed: int = 0) -> Tensor:
 
 
 def oracle(model: nn.Module, ids: Tensor, plan: str) -> Tensor:
-    """Log-probabilities of all tokens at all positions but the last, in fp64 from the logits."""
+    """Return the log-probabilities of all tokens at all positions but the last, computed in fp64 from the logits."""
     with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=plan != "fp32"):
         logits = model.eval()(ids)
     return torch.log_softmax(logits.double(), -1)[:, :-1]
@@ -79,15 +79,15 @@ def test_the_same_plan_on_both_sides_is_no_mismatch() -> None:
 
 
 def test_estimators_from_sampled_tokens_are_those_of_the_divergence() -> None:
-    """Of enough tokens k1 and k3 come to the KL that all logits give; k3 with less noise."""
+    """With enough tokens, k1 and k3 approach the KL divergence of the full logits; k3 has less noise."""
     batches = [tokens(64, 33, seed) for seed in range(4)]
     row = mismatch(Language(sharp=100.0), batches, "fp32", "bf16-true", tokens="sampled").serve[0]
     assert row.kl > 1e-3
-    # other seeds give 0.80 to 1.25 of it on a CPU, and a device draws other tokens
+    # With other seeds k3 is 0.80 to 1.25 times the KL on a CPU; a GPU draws other tokens.
     assert row.k3 == pytest.approx(row.kl, rel=0.15 if DEVICE == "cpu" else 0.5)
     assert row.k1 == pytest.approx(
         row.kl, abs=4 * math.sqrt(2 * row.k2 / (4 * 64 * 32))
-    )  # its standard error
+    )  # four standard errors of k1
 
 
 def test_padding_does_not_count() -> None:
@@ -114,7 +114,7 @@ def test_several_plans_are_told_apart_on_the_same_tokens() -> None:
 
 
 def test_a_low_head_is_found_by_its_divergence() -> None:
-    """A seeded fault: serving that rounds large logits to bf16 clips ratios; training on the same plan does not."""
+    """Serving in bf16 rounds large logits and clips ratios; with training on the same plan nothing is clipped."""
     model, ids = Language(sharp=60.0), tokens(16, 33)
     row = mismatch(model, [ids], "fp32", "bf16-true").serve[0]
     assert row.clipped > 0.05

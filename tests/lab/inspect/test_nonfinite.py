@@ -1,4 +1,4 @@
-"""The first operator that made NaN or an infinity."""
+"""first_nonfinite() names the first operator that produced NaN or an infinity."""
 
 from __future__ import annotations
 
@@ -163,11 +163,11 @@ def test_refuses_what_is_no_model_and_a_loss_that_is_none() -> None:
         first_nonfinite(_net(lambda x: x), lambda m, b: m(b[0, 0, 0]), corpus.noise())
 
 
-# --- nothing is left behind -----------------------------------------------------------------------------------
+# --- nothing is changed ---------------------------------------------------------------------------------------
 
 
 class Marked(nn.Module):
-    """Dropout, BatchNorm and a counter, so that state would move."""
+    """A model with state that a forward pass changes: dropout, BatchNorm and a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_draws_what_the_caller_would_draw_next() -> None:
     assert drawn == [torch.rand(()).item()]
 
 
-# --- what is written --------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["where-log", "exp-fp16", "data-dict"])

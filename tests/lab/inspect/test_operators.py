@@ -1,4 +1,4 @@
-"""Operators by format, and casts."""
+"""Counts of operators by format, and of casts."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_counts_casts_and_the_bytes_that_they_move() -> None:
     into = [
         cast for cast in table.casts if (cast.before, cast.after, cast.phase) == ("fp32", "bf16", "forward")
     ]
-    assert sum(cast.calls for cast in into) == 2  # weight and input
+    assert sum(cast.calls for cast in into) == 2  # the casts of weight and input
     assert sum(cast.bytes for cast in into) == (WIDTH * WIDTH + BATCH * WIDTH) * (4 + 2)
     assert table.avoidable == ()
 
 
 class Three(nn.Module):
-    """One fp32 tensor into three layers."""
+    """One fp32 tensor that goes into three layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The watch sees every floating result and its gradient, by module, the same sites in every format, and changes nothing."""
+"""Watch sees each floating-point result and its gradient once, at the same sites in all formats; it changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seen = list[tuple[str, Site, Tensor]]
 
 
 def watched(model: nn.Module, run: Callable[[nn.Module], Any], **options: Any) -> Seen:
-    """What is seen of one forward and backward of the sum of ``run(model)``."""
+    """Return what Watch sees in the forward and backward pass of the sum of ``run(model)``."""
     seen: Seen = []
     watch = Watch(lambda kind, site, tensor: seen.append((kind, site, tensor.clone())), **options)
     with observed(model, watch):
@@ -30,7 +30,7 @@ def watched(model: nn.Module, run: Callable[[nn.Module], Any], **options: Any) -
 
 
 def sites(seen: Seen, kind: str) -> list[tuple[str, str]]:
-    """Of results and of parameters, not of the model's inputs."""
+    """Return the sites of results and parameters, without the model's inputs."""
     return [
         (site.path, site.name)
         for what, site, _ in seen
@@ -39,7 +39,7 @@ def sites(seen: Seen, kind: str) -> list[tuple[str, str]]:
 
 
 class Several(nn.Module):
-    """In-place, views, containers, a shared module and a branch that needs no gradient."""
+    """A model with in-place operators, views, containers, a shared module and a branch without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_no_hook_and_no_mode(error: type[BaseException]) -> 
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-# --- what models have ---------------------------------------------------------------------------------------
+# --- kinds of models ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -260,7 +260,7 @@ def test_the_models_inputs_are_looked_at() -> None:
     assert [site for kind, site, _ in seen if site.name == "input 0"] == [Site("", "input 0")] * 2
     count = len(seen)
     (x * 2).sum().backward()
-    assert len(seen) == count  # no hook is left on the user's tensor
+    assert len(seen) == count  # no hook remains on the user's tensor
 
 
 def test_inputs_are_looked_at_where_they_are_asked_for() -> None:

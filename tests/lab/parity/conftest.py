@@ -1,4 +1,4 @@
-"""Shared by the tests of numerics."""
+"""Fixtures of the parity tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users give as batches, and what is refused."""
+"""Kinds of ``batches`` that parity accepts, and kinds that it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_loader_begins_again() -> None:
 
 def test_a_shuffled_loader_is_shuffled_anew() -> None:
     torch.manual_seed(0)
-    # torch's own generator for shuffling is on the CPU, which it refuses where another device is the default
+    # DataLoader's default generator is on the CPU, which fails if the default device is another.
     draw = None if DEVICE == "cpu" else torch.Generator(DEVICE).manual_seed(0)
     loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=64, shuffle=True, generator=draw)
     one, two = _first(loader, 2)
@@ -123,7 +123,7 @@ def test_a_function_that_takes_no_seed_is_refused_in_words() -> None:
         _first(lambda: iter([1]), 1)
 
 
-# --- the same batch -------------------------------------------------------------------------------------------
+# --- equal batches --------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -152,7 +152,7 @@ def test_batches_without_tensors_are_the_same_only_as_one_object() -> None:
 
 
 def _order(loader: Any, look: Any = None) -> list[float]:
-    """What two passes of a training see; ``look`` takes a batch of its own after each."""
+    """Return the values of two epochs; after each batch take one batch from ``look``, if given."""
     seen = []
     for _ in range(2):
         for (batch,) in loader:
@@ -182,7 +182,7 @@ def _order(loader: Any, look: Any = None) -> list[float]:
     ids=["generator", "sampler", "batch sampler", "persistent workers"],
 )
 def test_a_loader_is_left_to_whoever_goes_through_it(make: Any) -> None:
-    data = TensorDataset(torch.arange(12.0, device="cpu"))  # which a worker is a fork with
+    data = TensorDataset(torch.arange(12.0, device="cpu"))  # on the CPU, because workers are forked
     alone = _order(make(data))
     loader = make(data)
     look = endless(loader, "parity")(0)
@@ -194,4 +194,4 @@ def test_a_loader_is_left_to_whoever_goes_through_it(make: Any) -> None:
     ]
     assert sorted(own[:12]) == sorted(alone[:12])
     if loader.num_workers == 0:
-        assert own[:12] == alone[:12]  # its own draws begin where the loader's do
+        assert own[:12] == alone[:12]  # both start from the same generator state

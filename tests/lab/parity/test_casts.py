@@ -1,4 +1,4 @@
-"""What a format makes of values, against rounding done by search among all values that the format has."""
+"""Rounding to a format, compared with a search for the nearest among all values of the format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOW = ("fp16", "bf16", "fp8_e4m3", "fp8_e5m2")
 
 @functools.cache
 def numbers(name: str) -> np.ndarray:
-    """All values of a format that are finite and not negative, in order."""
+    """Return all finite, non-negative values of a format in ascending order."""
     dtype = FORMATS[name].dtype
     bits = torch.arange(1 << (8 * dtype.itemsize - 1))
     held = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype).double().cpu().numpy()
@@ -26,16 +26,16 @@ def numbers(name: str) -> np.ndarray:
 
 
 def oracle(values: Tensor, format: Format, scale: float = 1.0) -> tuple[float, ...]:
-    """Overflow, subnormal and flushed values as counts, and the relative error, in fp64."""
+    """Return the counts of overflowed, subnormal and flushed values and the relative error, computed in fp64."""
     held = numbers(format.name)
     x = values.double().cpu().numpy() * scale
     size = np.abs(x)
     above = np.searchsorted(held, size).clip(1, len(held) - 1)
     down, up = held[above - 1], held[above]
-    tie_up = (above % 2) == 0  # the n-th value's last bit is n's
+    tie_up = (above % 2) == 0  # the last bit of the n-th value is that of n
     nearest = np.where((size - down < up - size) | ((size - down == up - size) & ~tie_up), down, up)
     last = held[-1] - held[-2]
-    even = len(held) % 2 == 1  # the largest value's index is even, so that half a step above it rounds down
+    even = len(held) % 2 == 1  # the index of the largest value is even, so half a step above it rounds down
     over = size > held[-1] + last / 2 if even else size >= held[-1] + last / 2
     kept, true = nearest[~over], size[~over]
     square = (true**2).sum()
@@ -48,7 +48,7 @@ def oracle(values: Tensor, format: Format, scale: float = 1.0) -> tuple[float, .
 
 
 def spread(count: int = 20_000) -> Tensor:
-    """Values over all magnitudes of the formats, with their edges and ties."""
+    """Return values of all magnitudes that the formats hold, with their limits and ties."""
     x = torch.randn(count) * 2.0 ** torch.empty(count).uniform_(-30, 20)
     edges = [FORMATS[name].max for name in ("fp16", "fp8_e4m3", "fp8_e5m2")]
     ends = [
@@ -141,7 +141,7 @@ def test_a_scale_of_its_own_lets_no_tensor_overflow(size: float) -> None:
         if size > 1e-12:
             assert found.error < format.eps
         else:
-            assert found.flush > 0.9  # below what torchao's recipe scales up
+            assert found.flush > 0.9  # too small for the scale in torchao's recipe
 
 
 def test_underflow_is_what_digits_do_not_explain() -> None:
@@ -152,5 +152,7 @@ def test_underflow_is_what_digits_do_not_explain() -> None:
     assert small.underflow("fp16") > 0.01
     large = Values.of(values).tally(FORMATS["fp16"])
     assert (small + large).underflow("fp16") < 1e-4
-    assert cast_of([small, large], "fp16", None).underflow == small.underflow("fp16")  # of each by itself
+    assert cast_of([small, large], "fp16", None).underflow == small.underflow(
+        "fp16"
+    )  # ``small`` alone underflows
     assert cast_of([small, large], "fp16", None, least=1e-3).underflow == large.underflow("fp16")

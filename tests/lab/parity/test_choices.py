@@ -1,4 +1,4 @@
-"""Indices, masks, orders and routes: wrong where the format cannot hold them, natural near a tie."""
+"""Indices, masks, orders and routes: errors if the format cannot hold the values, harmless differences near a tie."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 class Choosing(nn.Module):
-    """A classifier of tokens ``[batch, LENGTH, WIDTH]`` around a stage that chooses."""
+    """A classifier of tokens ``[batch, LENGTH, WIDTH]`` with a stage that makes discrete choices."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Choosing(nn.Module):
 
 
 class Stage(nn.Module):
-    """Features after a function of them, with two layers and a table that the function may use."""
+    """A stage that applies a function to its input; the function may use two layers and a table."""
 
     def __init__(self, function: Callable[[Stage, Tensor], Tensor]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _parity(function: Callable[[Stage, Tensor], Tensor], low: str, **options: in
 
 
 def _counted(like: Tensor, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """Positions as whole floats, by adding up ones."""
+    """Return positions as whole floats, counted with a cumulative sum of ones."""
     ones = torch.ones(like.shape[1], device=like.device, dtype=dtype)
     return start + torch.cumsum(ones, 0, dtype=dtype) - 1
 
@@ -68,7 +68,7 @@ def _routed(stage: Stage, x: Tensor) -> Tensor:
 
 
 def _overlaps(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Which of neighbouring boxes of 16 classes overlap, by moving each class to a place of its own."""
+    """Return 1 for each neighbouring pair of boxes that overlap, with an offset per class that keeps classes apart."""
     token = torch.arange(x.shape[1], device=x.device)
     left = (token % 7) * 1.0 + (token // 20) * 4096.0
     left, right = left.to(dtype), (left + 9.0).to(dtype)

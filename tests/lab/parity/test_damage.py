@@ -1,4 +1,4 @@
-"""Damage, held against direct formulas on vectors and against the truth of simulations."""
+"""Damage, compared with direct formulas on vectors and with the known values of simulations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _grams(g: Vectors, d: Vectors) -> Grams:
 
 
 def _direct(x: Vectors) -> tuple[float, float]:
-    """Variance and unbiased square of the mean, from the vectors themselves."""
+    """Return the variance and the unbiased square of the mean, computed from the vectors."""
     mean = x.mean(axis=0)
     variance = float(((x - mean) ** 2).sum() / (len(x) - 1))
     return variance, float((mean**2).sum()) - variance / len(x)
@@ -51,7 +51,7 @@ def _simulate(
     signal: float = 1.0,
     count: int = 8,
 ) -> tuple[Vectors, Vectors]:
-    """Gradients with a mean of square ``signal`` and variance ``data``, errors with ``bias`` and ``noise``."""
+    """Draw gradients with squared mean ``signal`` and variance ``data``, and errors with ``bias`` and ``noise``."""
     mean, lean = rng.standard_normal((2, 1, size))
     g = mean * math.sqrt(signal / float((mean**2).sum())) + rng.standard_normal((count, size)) * math.sqrt(
         data / size
@@ -93,12 +93,12 @@ def test_averaging_shrinks_noise_and_never_bias() -> None:
 
 
 def test_a_negative_square_of_bias_or_signal_counts_as_none() -> None:
-    # vectors that sum to zero: the unbiased square of their mean is -variance/K
+    # The vectors sum to zero, so the unbiased square of their mean is -variance/K.
     g = np.vstack([np.eye(4), -np.eye(4)])
     found = estimate(_grams(g, 0.1 * g))
     assert found.bias == 0.0
     assert found.signal == 0.0
-    assert found.value == pytest.approx(0.01)  # D/S alone
+    assert found.value == pytest.approx(0.01)  # noise only: D/S
 
 
 @given(
@@ -166,7 +166,7 @@ def test_a_region_without_gradient_has_a_share_of_nothing_and_none_that_explodes
 
 
 def _whole(denominator: float, averaged: float | None = None) -> Estimate:
-    """An estimate of which only the denominators are read."""
+    """Return an estimate with only the denominators set."""
     nan = math.nan
     return Estimate(
         nan, nan, nan, nan, nan, nan, nan, denominator, denominator if averaged is None else averaged
@@ -192,7 +192,7 @@ def test_quick_estimate_is_the_estimate_over_a_given_denominator() -> None:
     assert quick_estimate(_grams(g, d), twice, 4) == pytest.approx(full.value / 2, rel=1e-9)
 
 
-# --- what is not finite, and nothing at all -------------------------------------------------------------------
+# --- non-finite and empty input -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -242,7 +242,7 @@ def test_the_lines_are_those_of_the_documentation() -> None:
         assert [float(number) for number in re.findall(r"\d\.\d+", row)] == lines
 
 
-# --- against the truth ----------------------------------------------------------------------------------------
+# --- simulations ----------------------------------------------------------------------------------------------
 
 
 @each_value()
@@ -257,7 +257,7 @@ def test_the_median_is_the_truth_and_the_upper_end_close(size: int, data: float)
         for _ in range(100)
     ]
     assert np.median(values) == pytest.approx(truth, rel=0.1)
-    spread = 1.35 if data < 200.0 else 2.0  # eight noisy batches hardly know the signal
+    spread = 1.35 if data < 200.0 else 2.0  # eight noisy batches say little about the signal
     assert np.quantile(values, 0.95) < spread * truth
     assert np.quantile(values, 0.05) > truth / spread
 
@@ -266,7 +266,7 @@ def test_the_median_is_the_truth_and_the_upper_end_close(size: int, data: float)
 @pytest.mark.parametrize("bias", [0.0, 0.05])
 @pytest.mark.parametrize("data", [1.0, 50.0])
 def test_the_interval_covers_the_truth(data: float, bias: float) -> None:
-    """A percentile bootstrap of eight draws is known to be short of its nominal 95 %, and must not be by much."""
+    """The percentile bootstrap of eight draws covers less than its nominal 95 %; 80 % is the least accepted here."""
     rng = np.random.default_rng(6)
     noise = 0.05 * (1 + data)
     truth = bias + 0.05
@@ -284,7 +284,7 @@ def test_sound_formats_are_not_rejected_where_data_is_noisy_as_a_rule_without_da
     data: float,
 ) -> None:
     rng = np.random.default_rng(7)
-    noise = 1e-3 * (1 + data)  # ten times below the line of a pass
+    noise = 1e-3 * (1 + data)  # a tenth of the limit for a pass
     ours, theirs = 0, 0
     for _ in range(200):
         g, d = _simulate(rng, size=100, data=data, bias=0.0, noise=noise)
@@ -294,7 +294,7 @@ def test_sound_formats_are_not_rejected_where_data_is_noisy_as_a_rule_without_da
         d_noise, d_bias = _direct(d)
         theirs += not (max(d_bias, 0.0) + d_noise) / max(square, 1e-30) < FAIL
     assert ours == 0
-    assert theirs >= 28  # 14 % and more
+    assert theirs >= 28  # at least 14 %
 
 
 def test_ruinous_formats_are_not_missed_where_data_is_noisy() -> None:

@@ -1,4 +1,4 @@
-"""Histograms of gradients and the loss scales that follow from them, for gradients that are known."""
+"""Histograms of known gradients, and the loss scales that follow from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pass(nn.Module):
 
 
 def _seen(*gradients: Tensor) -> GradientRange:
-    """What is seen of modules whose outputs have these gradients."""
+    """Return the range observed on modules whose outputs have these gradients."""
     model, seen = nn.ModuleDict({f"m{i}": Pass() for i in range(len(gradients))}), GradientRange()
     with observed(model, seen):
         for module, gradient in zip(model.values(), gradients, strict=True):
@@ -200,7 +200,7 @@ def test_training_from_the_measured_scale_skips_no_step(factor: float) -> None:
     assert measured != FP16
     assert skipped(measured) == 0
     if factor > 1.0:
-        assert skipped(FP16) > 0  # what measuring saves
+        assert skipped(FP16) > 0  # with the default loss scale steps are skipped
 
 
 def test_watching_changes_no_gradient_and_leaves_no_hook() -> None:
@@ -214,7 +214,7 @@ def test_watching_changes_no_gradient_and_leaves_no_hook() -> None:
 
 
 class OneOfThree(nn.Module):
-    """Of the outputs of one operator a single one is used; autograd calls hooks on the others with None."""
+    """Three outputs of one operator, of which the loss uses one. Autograd calls the hooks of the others with None."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.chunk(3, -1)

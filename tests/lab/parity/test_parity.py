@@ -1,4 +1,4 @@
-"""The parity test says pass, fail and undecided where it must, and where the damage comes from."""
+"""parity() returns the right verdict (pass, fail or undecided) and names the source of the damage."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def adam(params: object) -> torch.optim.Optimizer:
 
 
 class Offset(nn.Module):
-    """Loses its input beside a large number."""
+    """The identity, computed by adding and subtracting 1000; a low format loses the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 1000.0) - 1000.0
 
 
 class Exponent(nn.Module):
-    """Overflows fp16."""
+    """An exponential that overflows fp16."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 12.0).exp() * 1e-5
@@ -74,7 +74,7 @@ def test_what_loses_its_input_fails_and_is_named() -> None:
 
 
 class Two(nn.Module):
-    """Weighs its input by one half of its numbers, and what is lost of it beside a large number by the other half."""
+    """One half of the weights is applied to the input, the other half to a copy that a low format rounds to nothing."""
 
     def __init__(self, is_complex: bool) -> None:
         super().__init__()
@@ -102,13 +102,11 @@ def test_complex_parameters_are_two_real_ones(optimizer: object) -> None:
     if optimizer is not None:
         assert both.adam is not None
         assert real.adam is not None
-        assert both.adam.value == pytest.approx(
-            real.adam.value, rel=0.1
-        )  # each tensor has a floor of its own
+        assert both.adam.value == pytest.approx(real.adam.value, rel=0.1)  # each tensor has its own floor
 
 
 class Rare(nn.Module):
-    """Has numbers whose gradient is not zero in few batches alone, as those behind a ReLU that is almost dead."""
+    """A layer with weights after an almost dead ReLU, whose gradient is zero in most batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +142,7 @@ def test_a_test_of_nothing_is_refused() -> None:
 
 
 def test_what_overflows_at_any_scale_fails() -> None:
-    """By a rule of the plan's own, since devices other than the CPU keep exp in fp32."""
+    """The plan runs exp in fp16 by a rule, since autocast on devices other than the CPU keeps exp in fp32."""
     found = castwise.parity(model(Exponent()), loss, batches, "fp16-mixed+ops.exp=lower")
     assert found.verdict == "fail"
     assert "is not finite at any loss scale" in found.reason

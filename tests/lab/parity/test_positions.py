@@ -1,4 +1,4 @@
-"""A finding says up to which position it holds where a model has room for later ones, and is silent elsewhere."""
+"""A result names the last position tested if the model allows longer sequences, and says nothing otherwise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Sequences(nn.Module):
-    """Tokens with positions of some kind, of which there is room for ``size``."""
+    """A model of tokens with a given kind of position encoding that has room for ``size`` positions."""
 
     def __init__(self, kind: str, size: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_positions_that_are_computed_have_no_end() -> None:
 
 @pytest.mark.parametrize(("kind", "size"), [("none", 4), ("rotary", 16)])
 def test_what_is_not_recognised_is_not_spoken_of(kind: str, size: int) -> None:
-    """Without positions; and where the length could as well be the batch size."""
+    """There is no note for a model without positions, nor if the length could equally be the batch size."""
     assert seen(Sequences(kind, 3), size).note == ""
 
 

@@ -1,4 +1,4 @@
-"""Probes: dither, isolation, what counts as a gradient, and the range of loss scales."""
+"""Probes: dither, the gradients that are compared, and what an observer sees."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_dither_is_at_most_half_of_the_last_place_and_makes_rounding_unbiased(
 
 def test_zero_stays_zero() -> None:
     assert (dithered(torch.zeros(10), 2.0**-7, torch.Generator(DEVICE).manual_seed(0)) == 0).all()
-    ends = torch.tensor([math.inf, -math.inf]).repeat(8)  # as masks have them
+    ends = torch.tensor([math.inf, -math.inf]).repeat(8)  # infinities, as in masks
     assert torch.equal(dithered(ends, 2.0**-7, torch.Generator(DEVICE).manual_seed(0)), ends)
 
 
@@ -85,9 +85,6 @@ def test_complex_weights_are_dithered_and_sampled_in_both_parts(monkeypatch: pyt
     assert bool((moved.real != weights.real).all())
     assert bool((moved.imag != weights.imag).all())
     assert [len(micro.gradients[0]) for micro in found.micros] == [50, 50]
-
-
-# --- isolation --------------------------------------------------------------------------------------------------
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------
@@ -116,13 +113,7 @@ def test_a_scale_that_overflows_is_lowered() -> None:
     assert probe.scale < 65536.0
 
 
-# --- loss scale ---------------------------------------------------------------------------------------------------
-
-
-# --- updates --------------------------------------------------------------------------------------------------------
-
-
-# --- batches and what is refused --------------------------------------------------------------------------------------
+# --- observers --------------------------------------------------------------------------------------------------------
 
 
 def test_an_observer_sees_a_plans_pass_with_the_draws_of_the_reference() -> None:

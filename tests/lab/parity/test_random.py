@@ -1,4 +1,4 @@
-"""Models that draw random numbers: the verdict is that of real training, in which a format draws in its own way."""
+"""Models that draw random numbers: the verdict is that of real training, in which draws depend on the format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOW = ["bf16", "fp16"]
 
 
 class Noisy(nn.Module):
-    """A classifier whose features pass a function that draws."""
+    """A classifier that passes its features through a random function."""
 
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

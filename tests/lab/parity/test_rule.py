@@ -1,4 +1,4 @@
-"""The rule of verdicts: the interval below the line, on microbatches enough to see damage that few of them have."""
+"""The rule for verdicts: the interval must be below the limit, on enough microbatches to see rare damage."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_number_that_would_decide_grows_with_the_interval() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_number_that_would_decide_decides_where_few_dimensions_make_the_interval_wide(seed: int) -> None:
-    """A sound format, twenty effective dimensions, very noisy data, sixteen microbatches in an update."""
+    """The format is sound, with 20 effective dimensions, very noisy data and 16 microbatches per update."""
     rng = np.random.default_rng(seed)
     signal, error = rng.standard_normal((2, 600, 20)) / math.sqrt(20)
     signal[:, 0] += 0.1
@@ -94,7 +94,7 @@ def test_the_number_that_would_decide_decides_where_few_dimensions_make_the_inte
 
 
 def _biased(size: int, data: float, bias: float) -> str:
-    """The verdict on a bias of so many squared signals where the data's noise is so many of them."""
+    """Return the verdict for a ``bias`` and a data noise ``data``, both in units of the squared signal."""
     rng = np.random.default_rng(size)
     signal, error = rng.standard_normal((2, 32, size)) / math.sqrt(size)
     signal[:, 0] += data**-0.5
@@ -121,7 +121,7 @@ def test_a_failure_needs_its_interval_above_the_line_of_a_pass() -> None:
 def test_a_failure_is_confirmed_once_and_nothing_is_drawn_beyond_the_most() -> None:
     assert goes_on("fail", True, 8, 8, 32)
     assert not goes_on("fail", True, 16, 8, 32)
-    assert not goes_on("fail", False, 8, 8, 32)  # not finite: nothing to confirm
+    assert not goes_on("fail", False, 8, 8, 32)  # damage that is not finite needs no confirmation
     assert not goes_on("pass", False, 8, 8, 32)
     assert goes_on("undecided", True, 24, 8, 32)
     assert not goes_on("undecided", True, 32, 8, 32)
@@ -129,7 +129,7 @@ def test_a_failure_is_confirmed_once_and_nothing_is_drawn_beyond_the_most() -> N
 
 
 def _verdict(rng: np.random.Generator, every: int, times: float, least: int) -> str:
-    """Of damage in one of so many microbatches, in all so many times the line, as ``parity`` comes to it."""
+    """Return parity's verdict on damage ``times`` the limit, concentrated in one of ``every`` microbatches."""
     signal = rng.standard_normal((32, 40)) / math.sqrt(40)
     signal[:, 0] += 1.0
     error = rng.standard_normal((32, 40))

@@ -1,4 +1,4 @@
-"""Counters and averages that stop under a plan are found and named, and those that do not are left alone."""
+"""parity() names counters and averages that stop moving under a plan, and no others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 class Counter(nn.Module):
-    """Counts its calls; ``low`` does so in the format of its input."""
+    """A counter of calls; with ``low`` it counts in the format of its input."""
 
     def __init__(self, start: float, low: bool = False) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Counter(nn.Module):
 
 
 class Average(nn.Module):
-    """A running mean of its input's square; ``low`` computes it in the format of its input."""
+    """A running mean of the squared input; with ``low`` it is computed in the format of the input."""
 
     def __init__(self, decay: float, low: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Average(nn.Module):
 
 
 class Loads(nn.Module):
-    """Counts what goes to each of its experts; ``low`` does so in the format of its input."""
+    """A counter of the tokens per expert; with ``low`` it counts in the format of its input."""
 
     def __init__(self, low: bool, is_complex: bool = False) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Loads(nn.Module):
 
 
 class Late(nn.Module):
-    """A slow average that begins ``when`` some steps are over, or every so many; ``kept`` says what counts them."""
+    """A slow average, updated in the steps for which ``when`` is true. ``kept`` tells where steps are counted."""
 
     def __init__(self, when: Callable[[int], bool], kept: str, first: bool = False, low: bool = True) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Late(nn.Module):
 
 
 class Largest(nn.Module):
-    """The largest input so far, and a queue of the last ones."""
+    """A running maximum of the inputs, and a queue of the latest ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Largest(nn.Module):
 
 
 class Teacher(nn.Module):
-    """A slow copy of a layer in parameters that are not trained."""
+    """A moving average of a layer's weights, kept in parameters that are not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Teacher(nn.Module):
 
 
 class Balanced(nn.Module):
-    """Averages what is zero but for rounding."""
+    """A sum of means that are zero except for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ STOPS: list[tuple[str, Callable[[], nn.Module], str, str]] = [
 
 
 @every(2)
-@pytest.mark.filterwarnings("ignore:A copy of a prepared model is being updated")  # which the teacher is
+@pytest.mark.filterwarnings("ignore:A copy of a prepared model is being updated")  # the teacher
 @pytest.mark.parametrize(("place", "plan", "name"), [s[1:] for s in STOPS], ids=[s[0] for s in STOPS])
 def test_state_that_stops_is_named(place: Callable[[], nn.Module], plan: str, name: str) -> None:
     found = stopped(place(), plan)

@@ -1,4 +1,4 @@
-"""What probes may not leave behind, and what they see at which weights."""
+"""Probes leave no trace, and see the right weights, buffers, data and random draws."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _snapshot(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_model_that_is_tested_is_as_before(plan: str) -> None:
     model = _model()
-    _loss(model, next(_batches(9))).backward()  # gradients that wait for a step
+    _loss(model, next(_batches(9))).backward()  # gradients waiting for a step
     before = _snapshot(model)
     castwise.parity(model, _loss, _batches, plan, optimizer=_adamw)
     assert _snapshot(model) == before
@@ -110,11 +110,11 @@ def test_a_model_is_as_before_when_the_test_fails(error: type[BaseException], at
     with pytest.raises(error if error is KeyboardInterrupt else WorkloadError, match="in the middle"):
         castwise.parity(model, loss, _batches, "bf16-master")
     assert _snapshot(model) == before
-    castwise.parity(model, _loss, _batches, "fp16-mixed")  # no session of the one that failed is in the way
+    castwise.parity(model, _loss, _batches, "fp16-mixed")  # the failed call has left no session open
 
 
 def test_a_loss_that_calls_the_model_it_closes_over_leaves_no_gradients_there() -> None:
-    """The commonest mistake: the user's own model runs, in fp32, and must not keep what the experiment did to it."""
+    """A common mistake: the loss runs the user's model instead of the copy. The model must stay unchanged."""
     model = _model()
     before = _snapshot(model)
     with pytest.raises(CastwiseError):
@@ -140,7 +140,7 @@ def test_training_that_is_under_way_goes_on_bit_for_bit(plan: str) -> None:
         model = _model().train()
         optimizer = _adamw([p for p in model.parameters() if p.requires_grad])
         dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
-        # torch's own generator for shuffling is on the CPU, which it refuses where another device is the default
+        # DataLoader's default generator is on the CPU, which fails if the default device is another.
         draw = None if DEVICE == "cpu" else torch.Generator(DEVICE).manual_seed(3)
         loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True, generator=draw)
         for epoch in range(2):
@@ -156,7 +156,7 @@ def test_training_that_is_under_way_goes_on_bit_for_bit(plan: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
 
 
-# --- what a pass starts from ----------------------------------------------------------------------------------
+# --- the state at the start of a pass -------------------------------------------------------------------------
 
 
 def test_buffers_start_every_pass_as_they_were() -> None:
@@ -190,7 +190,7 @@ def test_a_plan_sees_the_weights_data_and_draws_of_its_reference() -> None:
     prober.probe(Plan.preset("bf16-mixed"), [2, 0])
     assert seen[3] == seen[2]
     assert seen[4] == seen[0]
-    assert seen[0][0] != seen[1][0]  # microbatches have dithers of their own
+    assert seen[0][0] != seen[1][0]  # each microbatch has its own dither
     assert seen[0][2] != seen[1][2]
 
 
@@ -200,7 +200,7 @@ def test_weights_move_by_half_of_the_last_place_and_zeros_stay(dither: str, eps:
     model = nn.Linear(64, 64, bias=False)
     with torch.no_grad():
         model.weight[0] = 0.0
-        model.weight[1] = 1.0  # powers of two lie at the border of two last places
+        model.weight[1] = 1.0  # at a power of two the spacing of the format's values changes
         model.weight[2] = -(2.0**-30)
     weight = model.weight.detach().clone()
     moved: list[Tensor] = []
@@ -221,7 +221,7 @@ def test_weights_move_by_half_of_the_last_place_and_zeros_stay(dither: str, eps:
 
 
 def test_rounded_weights_are_no_bias_where_dithered_and_are_where_not() -> None:
-    """A linear model near its optimum, where the gradient's error is the weights' rounding times the data's covariance."""
+    """In a linear model near its optimum the gradient's error is the weights' rounding times the data's covariance."""
     torch.manual_seed(0)
     model = nn.Linear(32, 8, bias=False)
     truth = model.weight.detach().clone()
@@ -229,7 +229,7 @@ def test_rounded_weights_are_no_bias_where_dithered_and_are_where_not() -> None:
     def batches() -> Iterator[Batch]:
         generator = torch.Generator(DEVICE).manual_seed(0)
         while True:
-            x = torch.randn(256, 32, generator=generator).bfloat16().float()  # the data rounds to itself
+            x = torch.randn(256, 32, generator=generator).bfloat16().float()  # data that bf16 holds exactly
             yield x, x @ truth.t() + torch.randn(256, 8, generator=generator)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -242,7 +242,7 @@ def test_rounded_weights_are_no_bias_where_dithered_and_are_where_not() -> None:
         d = torch.stack([torch.cat(e) for e in errors]).double()
         return float(((d.mean(0) ** 2).sum() - d.var(0).sum() / 16) / (d**2).sum(1).mean())
 
-    assert persistent("fp32") > 0.3  # a dither of fp32's last place is as good as none
+    assert persistent("fp32") > 0.3  # a dither of fp32's last place has no effect
     assert abs(persistent("bf16")) < 0.06
 
 
@@ -354,7 +354,7 @@ def test_every_built_in_workload_has_a_floor_above_nothing_and_far_below_the_lin
     test = ParityTest(prober)
     test.reference(4)
     assert 0.0 < test.floor < 1e-4
-    # a GPU's convolutions add up in any order
+    # on a GPU, convolutions sum in an arbitrary order
     assert test.repeat <= (1e-10 if DEVICE == "cuda" else 0.0)
 
 

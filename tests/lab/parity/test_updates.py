@@ -1,4 +1,4 @@
-"""The comparison of a plan's updates with fp32's, against values by hand and real trainings."""
+"""The comparison of a plan's updates with fp32's, checked against values computed by hand and real training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Weights(nn.Module):
-    """Weights whose gradient under :func:`_push` is what a batch says."""
+    """A parameter whose gradient under :func:`_push` is the batch itself."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def _push(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _batches(batch: Tensor) -> Iterator[Tensor]:
-    """A batch and its opposite in turn: the weights stay about where they are."""
+    """Yield a batch and its negative in turn, so the weights stay nearly constant."""
     return itertools.cycle((batch, -batch))
 
 
@@ -81,7 +81,7 @@ def job(make: Make, plan: Plan | str) -> UpdateLoss:
 
 @pytest.mark.parametrize(("plan", "last_place"), [("bf16-true", 2.0**-7), ("fp16-true", 2.0**-10)])
 def test_the_share_is_of_the_update_and_not_of_elements(plan: str, last_place: float) -> None:
-    """Seven of eight elements are lost, but they hold a fiftieth of the update."""
+    """The updates of seven of eight elements are lost, but these are only a fiftieth of the squared update."""
     push = last_place * torch.tensor([0.2] * 7 + [4.0])
     found = _found(Plan.preset(plan), torch.full((8,), 1.5), push)
     square = float((push / last_place).square().sum())
@@ -138,7 +138,7 @@ def test_an_optimizer_whose_arithmetic_fails_in_fp16_is_refused(make: Make) -> N
 
 def test_the_same_optimizer_with_an_eps_that_fp16_holds_is_not_broken() -> None:
     def square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return 1e3 * loss(model, batch)  # second moments that fp16 holds
+        return 1e3 * loss(model, batch)  # large enough for the second moments in fp16
 
     training = Training(mlp(), square, data(0), lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3), HERE)
     assert not update_loss(training, Plan.parse("fp16-true")).broken
@@ -177,7 +177,7 @@ def test_plans_that_store_fp32_are_not_tested(plan: str) -> None:
 
     castwise.parity(mlp(), loss, data, plan, optimizer=make)
     assert not made[0].state
-    assert len(made) == 1  # to see its kind
+    assert len(made) == 1  # only to read the optimizer's type
 
 
 def test_an_optimizer_that_needs_a_closure_is_tested_by_rounding_its_update() -> None:
@@ -277,7 +277,7 @@ def test_stages_come_later_and_later_and_say_how_long_the_next_one_takes() -> No
 
 
 class _Hidden(torch.optim.Optimizer):
-    """SGD with momentum that its state dict does not hold."""
+    """SGD with momentum that is missing from the state dict."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -292,7 +292,7 @@ class _Hidden(torch.optim.Optimizer):
 
 
 class _Noisy(torch.optim.SGD):
-    """Langevin dynamics: each step adds random numbers."""
+    """SGD that adds random numbers in each step (Langevin dynamics)."""
 
     def step(self, closure: object = None) -> None:
         super().step()

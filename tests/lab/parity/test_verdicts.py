@@ -1,4 +1,4 @@
-"""Verdicts of ``parity`` on models whose trouble is planted, and its words for what cannot be tested."""
+"""Verdicts of ``parity`` on models with planted faults, and its messages for models it cannot test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
 
 
 class Framed(nn.Module):
-    """Linear, a place for trouble, Linear."""
+    """Two linear layers with a module between them that may have a fault."""
 
     def __init__(self, place: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Framed(nn.Module):
 
 
 class Centred(nn.Module):
-    """Takes away a large mean, as a norm written by hand does."""
+    """A module that adds and then subtracts a large mean, as a hand-written norm does."""
 
     def __init__(self, mean: float) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Centred(nn.Module):
 
 
 class Variance(nn.Module):
-    """Variance as E[x**2] - E[x]**2."""
+    """A norm with the variance E[x**2] - E[x]**2."""
 
     def __init__(self, mean: float) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Variance(nn.Module):
 
 
 class LogSumExp(nn.Module):
-    """Logits against the logarithm of a sum of exponentials, written by hand."""
+    """A log-softmax written by hand as log(sum(exp(x)))."""
 
     def __init__(self, shift: float) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LogSumExp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Masked attention in a residual block, with dropout."""
+    """A residual block of masked attention, with dropout."""
 
     def __init__(self, masked: bool) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_sound_models_pass(name: str, plan: str) -> None:
 
 
 def test_sound_models_pass_where_data_is_noise_alone() -> None:
-    """Late in training with a batch of one: no signal is left, and rounding is far below the noise."""
+    """With random labels and a batch size of 1 there is no signal, and rounding is far below the noise."""
 
     def single(seed: int) -> Iterator[Batch]:
         generator = torch.Generator(DEVICE).manual_seed(seed)
@@ -172,7 +172,7 @@ def test_one_batch_repeated_is_judged_by_its_signal() -> None:
     assert planted.verdict == "fail", planted.reason
 
 
-# --- planted trouble ------------------------------------------------------------------------------------------
+# --- planted faults -------------------------------------------------------------------------------------------
 
 PLANTED: list[tuple[str, Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
     ("a large mean", lambda: Centred(1000.0), lambda: Centred(0.0), "bf16-mixed"),
@@ -208,7 +208,7 @@ def test_a_failure_is_confirmed_on_fresh_batches() -> None:
 
 
 def test_the_damage_of_a_part_is_where_the_part_is() -> None:
-    """Two branches that meet in the loss: only one has the trouble, and only its parameters the damage."""
+    """The loss adds two branches. Only one has a fault, and only its parameters show damage."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -234,7 +234,7 @@ def test_the_damage_of_a_part_is_where_the_part_is() -> None:
 
 
 def test_a_small_gradient_counts_in_the_units_of_adams_steps() -> None:
-    """A part whose gradient is a thousandth of the rest is nothing in the norm and as much as any in Adam's steps."""
+    """A gradient a thousandth of the rest is negligible in the norm, but counts equally in Adam's steps."""
 
     class Small(nn.Module):
         def __init__(self) -> None:
@@ -262,7 +262,7 @@ def test_a_small_gradient_counts_in_the_units_of_adams_steps() -> None:
 
 
 def test_a_loss_that_differs_from_itself_is_said_to() -> None:
-    rng = np.random.default_rng(0)  # of the loss's own: no seed of torch, Python or NumPy reaches it
+    rng = np.random.default_rng(0)  # a private generator, which global seeds do not affect
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return _loss(model, batch) * (1.0 + 0.5 * float(rng.standard_normal()))
@@ -288,12 +288,12 @@ def test_a_loss_that_hardly_differs_from_itself_is_judged() -> None:
 
 
 def test_noise_that_cannot_be_replayed_is_no_failure_of_the_plan() -> None:
-    """In place RReLU overwrites what its draws apply to: two formats see other noise."""
+    """In-place RReLU overwrites the input to which its draws apply, so two formats see different noise."""
 
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if DEVICE != "cpu" and torch.is_autocast_enabled(DEVICE):
-                torch.rand(1)  # a GPU's draws are the same in both formats
+                torch.rand(1)  # on a GPU draws are the same in both formats, unless one is added
             return functional.rrelu(x.clone(), -4.0, 4.0, training=True, inplace=True)
 
     found = castwise.parity(Framed(Noise()), _loss, _batches, "bf16-mixed")
@@ -302,17 +302,17 @@ def test_noise_that_cannot_be_replayed_is_no_failure_of_the_plan() -> None:
     assert "could not be replayed" in found.reason
 
 
-@pytest.mark.filterwarnings("ignore:The plan rounds floating inputs")  # what leads to the error
+@pytest.mark.filterwarnings("ignore:The plan rounds floating inputs")  # the cause of the error
 def test_a_model_that_fails_only_under_the_plan_is_told_apart_from_one_that_always_fails() -> None:
     class Ids(nn.Module):
-        """Numbers up to 999 as floats: in bf16, 999 becomes 1000, which the table does not have."""
+        """A lookup of float indices up to 999: bf16 rounds 999 to 1000, which is beyond the table."""
 
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Embedding(1000, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            # row by row: the host looks whether there is one, where a GPU's kernel would end the process's use of the GPU
+            # Row by row, so the host checks the index; a device-side assert would break CUDA for the whole process.
             return torch.stack([self.table.weight[row] for row in x.long().tolist()])
 
     def numbers(_seed: int) -> Iterator[Tensor]:
@@ -333,15 +333,13 @@ def test_without_an_optimizer_parameters_stored_low_are_undecided() -> None:
     )
 
 
-# --- surroundings ---------------------------------------------------------------------------------------------
+# --- the caller's settings ------------------------------------------------------------------------------------
 
 
 def test_a_callers_own_autocast_does_not_reach_the_reference() -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         out = model(batch[0])
-        assert (
-            out @ out.t()
-        ).dtype is torch.float32  # the loss runs outside of the model, in the caller's mode
+        assert (out @ out.t()).dtype is torch.float32  # the caller's autocast must be off in the loss
         return functional.cross_entropy(out, batch[1])
 
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -367,7 +365,7 @@ def test_the_unit_of_the_loss_does_not_matter(factor: float) -> None:
     scaled = castwise.parity(Framed(nn.GELU()), lambda m, b: factor * _loss(m, b), _batches, "bf16-mixed")
     assert scaled.damage.value == pytest.approx(plain.damage.value, rel=0.2)
     found = castwise.parity(Framed(nn.GELU()), lambda m, b: factor * _loss(m, b), _batches, "fp16-mixed")
-    assert found.verdict == "pass", found.reason  # whose loss scale is measured
+    assert found.verdict == "pass", found.reason  # the loss scale is measured
 
 
 def test_the_number_of_passes_does_not_grow_with_depth() -> None:
@@ -380,10 +378,10 @@ def test_the_number_of_passes_does_not_grow_with_depth() -> None:
         ).passes
         for depth in (1, 4, 16)
     }
-    assert counts == {69}  # 32 of the reference, 4 of the floor, 1 repeated, 32 of the plan
+    assert counts == {69}  # 32 for the reference, 4 for the floor, 1 repeated, 32 for the plan
 
 
-# --- what cannot be tested ------------------------------------------------------------------------------------
+# --- input that cannot be tested ------------------------------------------------------------------------------
 
 
 def _refused(error: type[Exception], text: str, loss: Any = _loss, **options: Any) -> None:

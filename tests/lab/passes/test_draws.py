@@ -1,4 +1,4 @@
-"""Random draws of an fp32 run come back in runs of other formats, as those formats draw."""
+"""Random draws of an fp32 run are replayed in other formats, with the values these formats would draw."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def _recorded(code: Callable[[], Any], seed: int = 0) -> tuple[Any, Draws]:
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_of_fp32_are_replayed_in_other_formats(name: str, dtype: torch.dtype) -> None:
     drawn, draws = _recorded(lambda: DRAWS[name](torch.float32))
-    again, strayed = _replayed(lambda: DRAWS[name](dtype), draws, seed=1)  # another seed: the tape decides
+    again, strayed = _replayed(lambda: DRAWS[name](dtype), draws, seed=1)  # another seed: the tape is used
     assert strayed == 0
     assert again.dtype == (dtype if drawn.is_floating_point() else drawn.dtype)
-    if name == "alpha dropout":  # whose constants are rounded as well
+    if name == "alpha dropout":  # its constants are rounded too
         torch.testing.assert_close(again.float(), drawn, rtol=2e-2, atol=1e-2)
     elif name in (
         "rand",
         "rand_like",
         "uniform_",
-    ):  # at the same quantile, which lies at most a unit in the last place off
+    ):  # the same quantile, up to one unit in the last place
         torch.testing.assert_close(again.float(), drawn, rtol=0, atol=2 * torch.finfo(dtype).eps)
     else:
         assert torch.equal(again, drawn.to(again.dtype))
@@ -116,7 +116,7 @@ KERNELS: dict[str, Callable[[torch.dtype], Tensor]] = {
 def test_a_replayed_draw_has_the_distribution_of_the_formats_own_kernel(
     name: str, dtype: torch.dtype
 ) -> None:
-    """Two samples of the kernel, of which one came from fp32: their distribution functions differ by chance alone."""
+    """A replayed sample and a sample of the format's own kernel differ in distribution by chance only."""
     if name == "rrelu" and dtype is torch.float16:
         pytest.skip("torch has no such kernel on a CPU")
     if name == "randn" and COARSE_DRAWS and torch.get_default_device().type == "cpu":
@@ -130,18 +130,18 @@ def test_a_replayed_draw_has_the_distribution_of_the_formats_own_kernel(
     assert strayed == 0
     values = torch.cat((ours, theirs)).unique()
     below = [torch.searchsorted(x.sort().values, values, right=True) / x.numel() for x in (ours, theirs)]
-    # the rates of single values too: a mass of 1/512 at 0 hides in the sampling error of the middle
+    # Compare single values too: a probability of 1/512 at 0 is below the sampling error of the distribution.
     rate = [torch.cat((b[:1], b[1:] - b[:-1])).double() for b in below]
     error = ((rate[0] + rate[1]) / ours.numel()).sqrt() + 1 / ours.numel()
     assert (
         float((below[0] - below[1]).abs().max()) < 2.2 * (2 / ours.numel()) ** 0.5
-    )  # Kolmogorov and Smirnov, 1e-4
+    )  # Kolmogorov-Smirnov at p = 1e-4
     assert float(((rate[0] - rate[1]).abs() / error).max()) < 6.0
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_rand_is_0_where_the_format_would_round_it_to_1(dtype: torch.dtype) -> None:
-    count = 16 * MANY  # the rate of zeros is known to a sixteenth
+    count = 16 * MANY  # enough draws to estimate the rate of zeros within a sixteenth
     drawn, draws = _recorded(lambda: torch.rand(count))
     again, _ = _replayed(lambda: torch.rand(count, dtype=dtype), draws)
     eps = torch.finfo(dtype).eps
@@ -150,7 +150,7 @@ def test_rand_is_0_where_the_format_would_round_it_to_1(dtype: torch.dtype) -> N
         COARSE_DRAWS and torch.get_default_device().type == "cpu"
     )  # torch 2.11 rounds down, to multiples of eps / 2
     assert float((again == 0).double().mean()) == pytest.approx(eps / (2 if coarse else 4), rel=0.2)
-    assert bool((again[drawn < eps / 4] == 0).all())  # rare events of fp32 are among those of the format
+    assert bool((again[drawn < eps / 4] == 0).all())  # where fp32 is near 0, the format is 0
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -158,7 +158,7 @@ def test_rand_is_0_where_the_format_would_round_it_to_1(dtype: torch.dtype) -> N
 def test_uniform_draws_lie_at_the_quantiles_of_a_kernel_that_rounds_both_ends(
     start: float, end: float, dtype: torch.dtype
 ) -> None:
-    """As CUDA's does: it scales by the rounded ends, rounds, and returns the start for the end."""
+    """CUDA's kernel scales by the rounded ends, rounds the result and returns the start in place of the end."""
     unit = torch.rand(16 * MANY)
     first, last = (torch.tensor(x, dtype=dtype) for x in (start, end))
     kernel = (unit * (last - first).float() + first.float()).to(dtype)
@@ -189,7 +189,7 @@ def test_randint_replays_no_number_that_the_format_cannot_draw() -> None:
     _, draws = _recorded(lambda: torch.randint_like(torch.empty(MANY), 1000))
     with pytest.warns(UserWarning, match="out of bounds"):
         again, _ = _replayed(lambda: torch.randint_like(torch.empty(MANY).bfloat16(), 1000), draws)
-    assert float(again.max()) == 996  # the next is 1000
+    assert float(again.max()) == 996  # the next bf16 value is 1000
 
 
 def test_a_wide_draw_is_replayed_as_it_is() -> None:
@@ -207,19 +207,19 @@ def test_chances_that_move_by_rounding_change_only_the_masks_that_they_decide() 
     assert 0 < float((again.float() != drawn).float().mean()) < 2 * float(moved)
 
 
-@pytest.mark.cpu  # a GPU draws in fp32 and rounds
+@pytest.mark.cpu  # a GPU draws in fp32 and then rounds
 def test_without_a_tape_a_seed_alone_gives_other_draws() -> None:
-    """What the replay is for: a seed does not make draws of two formats the same."""
+    """The same seed gives different draws in two formats; this is why draws are replayed."""
     torch.manual_seed(0)
     wide = DRAWS["randn_like"](torch.float32)
     torch.manual_seed(0)
     assert not torch.equal(DRAWS["randn_like"](torch.bfloat16), wide.bfloat16())
 
 
-@pytest.mark.cpu  # a GPU draws in fp32 and rounds
+@pytest.mark.cpu  # a GPU draws in fp32 and then rounds
 @pytest.mark.parametrize("like", [torch.randn_like, torch.rand_like])
 def test_in_large_tensors_a_seed_gives_wholly_other_draws(like: Callable[[Tensor], Tensor]) -> None:
-    """In small tensors on a CPU the draws of two formats agree to within rounding."""
+    """In small tensors on a CPU, the draws of two formats agree up to rounding."""
     torch.manual_seed(3)
     wide = like(torch.zeros(5000))
     torch.manual_seed(3)
@@ -284,7 +284,7 @@ def test_draws_that_are_changed_in_place_afterwards_are_replayed_as_drawn() -> N
     drawn, draws = _recorded(lambda: code(torch.float32))
     again, _ = _replayed(lambda: code(torch.float32), draws, seed=1)
     assert torch.equal(again, drawn)
-    again, _ = _replayed(lambda: code(torch.float32), draws, seed=1)  # a tape is not used up
+    again, _ = _replayed(lambda: code(torch.float32), draws, seed=1)  # a tape can be replayed twice
     assert torch.equal(again, drawn)
 
 
@@ -333,7 +333,7 @@ def test_recomputation_sees_the_mask_that_forward_saw(dtype: torch.dtype, reentr
     assert strayed == 0
     assert torch.equal(again[0].float(), drawn[0])
     assert torch.equal(again[1].float(), drawn[1])
-    assert torch.equal(again[1], 2 * again[0])  # backward's own mask is forward's
+    assert torch.equal(again[1], 2 * again[0])  # backward uses the mask of the forward pass
 
 
 # --- attention ------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_recomputation_sees_the_mask_that_forward_saw(dtype: torch.dtype, reentr
 
 def _attend(inputs: Tensor, p: float) -> tuple[Tensor, Tensor]:
     q, k, v = (x.clone().requires_grad_() for x in inputs)
-    # a GPU's fused kernels draw inside, where nothing can be replayed
+    # On a GPU, fused kernels draw internally, and these draws cannot be replayed.
     with sdpa_kernel(SDPBackend.MATH) if p and DEVICE != "cpu" else contextlib.nullcontext():
         out = functional.scaled_dot_product_attention(q, k, v, dropout_p=p)
     return out.detach(), torch.autograd.grad(out.float().square().sum(), v)[0]
@@ -359,7 +359,7 @@ def test_attention_with_and_without_dropout(p: float, dtype: torch.dtype) -> Non
         torch.testing.assert_close(low.float(), wide, rtol=0.05, atol=0.1)
 
 
-# --- code that draws otherwise --------------------------------------------------------------------------------
+# --- code that draws differently under the plan ---------------------------------------------------------------
 
 
 def test_a_draw_of_another_shape_is_counted() -> None:

@@ -1,4 +1,4 @@
-"""fp16 products of a CPU, computed in fp32: against fp64 products rounded once."""
+"""Emulated fp16 products on a CPU, computed in fp32 and compared with fp64 products rounded once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.lab.passes.observers import observed
 from tests.here import DEVICE
 from tests.soak import each_value
 
-pytestmark = pytest.mark.cpu  # it is CPUs' products that are emulated
+pytestmark = pytest.mark.cpu  # only products on a CPU are emulated
 
 Inputs = tuple[Tensor, ...]
 
@@ -53,7 +53,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], Inputs]] = {
 def _run(
     function: Callable[..., Tensor], inputs: Inputs, dtype: torch.dtype, *, upstream_sign: bool = True
 ) -> list[Tensor]:
-    """Result and gradients for one output gradient, which fp16 holds exactly."""
+    """Return the result, and the gradients for an output gradient that fp16 holds exactly."""
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     out = function(*leaves)
     upstream = torch.randn(out.shape, generator=torch.Generator(DEVICE).manual_seed(3)).half().to(dtype)
@@ -62,14 +62,14 @@ def _run(
 
 
 def _ulp(value: Tensor) -> Tensor:
-    """fp16's unit in the last place at a value."""
+    """Return fp16's unit in the last place at a value."""
     exponent = torch.frexp(value.abs().clamp_min(2.0**-14))[1] - 1
     return torch.ldexp(torch.full_like(value, 2.0**-10), exponent)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_are_fp64s_rounded_once_forward_and_backward(name: str) -> None:
-    """Half a unit of fp16 for the rounding, and where a sum cancels what fp32's sums lose of its terms."""
+    """The error is at most half a unit of fp16, plus the fp32 rounding of the terms if the sum cancels."""
     function, inputs = PRODUCTS[name]
     exact = _run(function, inputs, torch.float64)
     terms = _run(function, tuple(x.abs() for x in inputs), torch.float64, upstream_sign=False)
@@ -118,7 +118,7 @@ def test_attention_is_fp64s_rounded_forward_and_backward(mask: str) -> None:
     assert float(((low[0].double() - exact[0]).abs() / _ulp(exact[0])).max()) <= 1.0
     for wide, rounded in zip(exact[1:], low[1:], strict=True):
         assert rounded.dtype is torch.float16
-        # backward reads the forward's rounded result
+        # backward reads the rounded result of the forward pass
         torch.testing.assert_close(rounded.double(), wide, rtol=4e-3, atol=4e-3)
 
 
@@ -133,7 +133,7 @@ def test_causal_attention_is_fp64s_rounded() -> None:
     assert float(((low[0].double() - exact[0]).abs() / _ulp(exact[0])).max()) <= 1.0
 
 
-# --- what matters about fp16 ----------------------------------------------------------------------------------
+# --- properties of fp16 ---------------------------------------------------------------------------------------
 
 
 def test_products_overflow_as_fp16s_do() -> None:

@@ -1,4 +1,4 @@
-"""Experiments leave no trace, and a seed settles every generator."""
+"""Experiments leave no trace, and one seed determines every random generator."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_gradients_flow_inside_inference_mode() -> None:
 
 
 def test_ambient_autocast_is_off_inside_and_on_again_outside() -> None:
-    """The reference is fp32, so a caller's own autocast region must not reach it."""
+    """The reference is fp32, so the caller's autocast region must not apply to it."""
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         with undisturbed():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
@@ -115,14 +115,14 @@ def test_a_seed_settles_python_numpy_and_torch() -> None:
 
     assert draw(1) == draw(1)
     assert all(a != b for a, b in zip(draw(1), draw(2), strict=True))
-    draw(2**32 - 1)  # the largest that all three take
+    draw(2**32 - 1)  # the largest seed that all three generators accept
 
 
-# --- the model that is handed in ---------------------------------------------------------------------------------
+# --- the caller's model ------------------------------------------------------------------------------------------
 
 
 class Own(nn.Module):
-    """Changes what it can of itself in a forward."""
+    """A module that changes its mode, attributes and buffers in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_a_loss_of_the_model_itself_is_refused_and_the_model_is_as_it_was(call: 
     assert {name: id(b) for name, b in model.named_buffers()} == {name: id(b) for name, b in buffers.items()}
     assert not any(b.any() for b in model.buffers())
     assert all(torch.equal(weights[name], p) and p.grad is None for name, p in model.named_parameters())
-    _loss(model, next(_batches())).backward()  # nothing refuses it any more
+    _loss(model, next(_batches())).backward()  # backward on the original is allowed again
 
 
 def test_a_model_that_does_not_call_itself_may_do_as_it_likes() -> None:

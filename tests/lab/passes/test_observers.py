@@ -1,4 +1,4 @@
-"""Observers of a pass hear of the same operators and calls, one after another, and leave nothing behind."""
+"""Observers of a pass see operators and module calls in a fixed order and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castwise.lab.passes.observers import Args, Call, Kwargs, Observer, Operator
 
 
 class Calls(Observer):
-    """Notes the calls of all modules, with those that are running."""
+    """An observer that records the calls of all modules and, with each, the calls in progress."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[Call, tuple[Call, ...]]] = []
@@ -33,7 +33,7 @@ class Calls(Observer):
 
 
 class Scaled(Observer):
-    """Multiplies what exp returns, and looks at it."""
+    """An observer that multiplies the result of exp and records the order of calls."""
 
     def __init__(self, factor: float, order: list[float]) -> None:
         self._factor, self._order = factor, order
