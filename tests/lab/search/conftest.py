@@ -1,4 +1,4 @@
-"""Searches that have begun."""
+"""Fixtures: searches that have started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def searching() -> Iterator[Callable[[Workload], Search]]:
 
 
 def raced(search: Search, times_s: dict[Plan, float]) -> Contest:
-    """A contest in which plans took so many seconds per step."""
+    """Set the seconds per step of plans in the race, four rounds each, and return the contest."""
     for plan, seconds in times_s.items():
         entry = search.contest.entries[plan] = Entry(plan)
         entry.times_s = [seconds] * 4
@@ -52,11 +52,11 @@ def raced(search: Search, times_s: dict[Plan, float]) -> Contest:
 
 
 def final_of(search: Search, *args: Any) -> Final:
-    """The final of a search's plans."""
+    """Run the final of a search."""
     return race_final(search.context, search.contest, *args)
 
 
 def within(search: Search, budget_s: float) -> None:
-    """Give a search so much time."""
+    """Set the time budget of a search."""
     settings = dataclasses.replace(search.context.settings, budget_s=budget_s)
     search.context = dataclasses.replace(search.context, settings=settings)

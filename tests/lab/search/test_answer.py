@@ -1,4 +1,4 @@
-"""The answer in words, from searches whose times are set by hand."""
+"""The text of the answer, from searches with times set by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001,
 
 
 def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Search:
-    """A search that came to its end with these seconds per step, which differ from start to start by a thousandth."""
+    """Return a finished search with these seconds per step, which vary by 0.1 to 0.2 % between starts."""
     search = Search(Context(find_workload("sine?size=16"), torch.device(DEVICE), Settings(**settings)))  # type: ignore[arg-type]
     search.begun, search.complete = BEGUN, True
     starts = [[[t * (1 + 0.001 * ((i + s) % 3))] * 4 for s in range(4)] for i, t in enumerate(times.values())]
@@ -105,7 +105,7 @@ def test_what_was_measured_by_itself_is_said_where_whole_steps_do_not_show_it() 
     more = searched(LEAN, {FP32: 0.1, LEAN: 0.1})
     assert more.final is not None
     more.final.choice = {LEAN}
-    assert "by itself" not in answer(more)  # the memory format is part of it
+    assert "by itself" not in answer(more)  # the memory format changes too
 
 
 def test_what_the_race_decided_is_said_in_a_sentence_of_its_own() -> None:
@@ -132,7 +132,7 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
     assert evidence(slow).answer == "Stay in fp32 as it is: every other plan that was tried is slower."
     del slow.contest.entries[AUTOCAST]
     dropped = "timed module by module, it is no faster than fp32"
-    slow.journal.decide(AUTOCAST, Fate("worse", dropped))  # before the race
+    slow.journal.decide(AUTOCAST, Fate("worse", dropped))  # decided before the race
     assert evidence(slow).answer == "Stay in fp32 as it is: every other plan that was tried is slower."
     slow.contest.entries[AUTOCAST] = Entry(AUTOCAST, left=LATE)
     assert evidence(slow).answer == "Stay in fp32 as it is: no other plan was timed to the end."
@@ -163,7 +163,7 @@ def test_fp32_is_not_called_the_fastest_of_one() -> None:
 
 
 def test_an_interval_without_ends_is_no_speed() -> None:
-    """A final of one round said "equally fast within the error (0.00-inf)"."""
+    """Regression: after one round the answer was "equally fast within the error (0.00-inf)"."""
     search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 0.1})
     assert search.final is not None
     search.final.times_s = [[one[0][:1]] for one in search.final.times_s]
@@ -172,7 +172,7 @@ def test_an_interval_without_ends_is_no_speed() -> None:
 
 
 def test_what_seems_faster_and_is_not_sure_enough_is_said_to_be_that() -> None:
-    """A page had "not known to be faster" beside 1.42 (1.09-1.85): a choice asks for 97 %, and an interval is of 95."""
+    """A choice needs 97 % confidence and an interval shows 95 %, so 1.42 (1.09-1.85) can be too uncertain to choose."""
     search = searched(FP32, {FP32: 0.142, LEAN: 0.1})
     assert search.final is not None
     search.final.times_s[1] = [[t] * 4 for t in (0.1, 0.1085, 0.092)]
@@ -199,7 +199,7 @@ def test_what_is_undecided_is_not_said_to_lose_the_gradients() -> None:
 
 
 def test_the_page_has_the_interval_by_which_it_was_decided() -> None:
-    """Autocast's starts, which differ far more, made that of two plans wider than what they were decided by."""
+    """Regression: autocast's noisy starts made the interval shown for two other plans wider than the deciding one."""
     wild, lean, base = [2.0, 1.2, 3.0], [0.1, 0.1001, 0.1], [0.105, 0.1051, 0.105]
     search = searched(LEAN, {FP32: 0.1, LEAN: 0.1, AUTOCAST: 1.0})
     final = search.final = Final(
@@ -217,7 +217,7 @@ def test_the_page_has_the_interval_by_which_it_was_decided() -> None:
 
 
 def test_a_plan_whose_numerics_were_not_found_sound_ties_with_nothing() -> None:
-    """One that left the race, and was shown in the final, has not been tested itself."""
+    """A plan that left the race but was timed in the final has not been tested itself."""
     other = Plan.parse("bf16-master+optimizer=fused")
     search = searched(LEAN, {FP32: 0.12, LEAN: 0.1, AUTOCAST: 0.1, other: 0.1})
     assert not tied(search)

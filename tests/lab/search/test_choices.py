@@ -1,4 +1,4 @@
-"""The axes, the costs of parts, the contest and the pairs of training runs."""
+"""The axes of the search, the costs of parts, the race, and pairs of training runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CPU = torch.device(DEVICE)
 
 
 class SlowWhenLow(nn.Module):
-    """Takes its time over low inputs."""
+    """A module that takes 20 ms for bf16 inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype is torch.bfloat16:
@@ -72,7 +72,7 @@ class SlowWhenLow(nn.Module):
 
 
 class Fragile(nn.Module):
-    """Cannot run low at all."""
+    """A module that cannot run in bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype is torch.bfloat16:
@@ -81,13 +81,13 @@ class Fragile(nn.Module):
 
 
 def left_for(contest: Contest, plan: Plan) -> str:
-    """Why a plan left the race."""
+    """Return the reason why a plan left the race."""
     left = contest.entries[plan].left
     return "" if left is None else left.reason
 
 
 def noted(search: Search) -> dict[Plan, str]:
-    """Why plans are not the answer, by what was noted of them."""
+    """Return the journal's reason for each plan that was not chosen."""
     return {plan: fate.reason for plan, fate in search.journal.fates.items()}
 
 
@@ -188,7 +188,7 @@ def test_regions_and_rules_make_a_plan_more_complex() -> None:
 def test_losses_inside_the_model_may_follow_their_inputs() -> None:
     plan = with_operators_as_is(Plan.preset("bf16-mixed"), {"nll_loss_forward", "native_layer_norm"}, "cpu")
     assert plan is not None
-    assert plan.ops == (("cross_entropy_loss", "as_is"),)  # the CPU's table casts no norm
+    assert plan.ops == (("cross_entropy_loss", "as_is"),)  # autocast on a CPU does not cast norms
     on_cuda = with_operators_as_is(Plan.preset("bf16-mixed"), {"native_layer_norm", "_softmax"}, "cuda")
     assert on_cuda is not None
     assert on_cuda.ops == (("layer_norm", "as_is"), ("softmax", "as_is"))
@@ -199,16 +199,14 @@ def test_losses_inside_the_model_may_follow_their_inputs() -> None:
 
 
 def test_a_part_that_is_slower_low_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: True)  # else it is hopeless on a piece
+    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: True)  # or bf16 is dropped after a piece
     made = workload(SlowWhenLow)
     model = made.model()
     batch = next(batches(0))
     parts = find_parts(model, lambda: loss(model, batch))
     costs = measure_costs(model, loss, batch, parts, ["bf16"], CPU)
     assert set(costs) == {"0", "1", "2"}
-    assert losing_parts("bf16", costs)[0] == (
-        "1",
-    )  # it sleeps 20 ms; what else is slow is the machine's mood
+    assert losing_parts("bf16", costs)[0] == ("1",)  # it sleeps 20 ms; other slow parts are noise
     assert costs["1"].times_s["bf16"] > 0.02
 
 
@@ -223,7 +221,7 @@ def test_a_part_that_cannot_run_low_says_why() -> None:
 
 
 def test_parts_of_one_region_lose_together() -> None:
-    """Three searches of ConvNeXt put three sets of its depthwise convolutions into fp32, by the luck of their times."""
+    """Regression: three searches of ConvNeXt kept three different sets of depthwise convolutions in fp32, by chance."""
     parts = [
         Part(f"stages.{stage}.*.{name}", "Conv2d", (), 0, like=f"stages.*.*.{name}")
         for stage in range(3)
@@ -239,7 +237,7 @@ def test_parts_of_one_region_lose_together() -> None:
     assert losing_parts("bf16", together, parts) == [depthwise]
     assert losing_parts("bf16", costs(1.7, 0.5, 0.9, 0.5, 1.6, 0.5), parts) == [depthwise]
     assert losing_parts("bf16", together) == [(third,), (second,)]
-    # one that gains much, or was not timed, or cannot run low, or is of another kind: each by itself
+    # Parts are decided singly if one gains much, was not timed, cannot run low or is of another kind.
     assert losing_parts("bf16", costs(0.5, 0.5, 1.5, 0.5, 1.6, 0.5), parts) == [(third,), (second,)]
     untimed = {pattern: cost for pattern, cost in together.items() if pattern != first}
     assert losing_parts("bf16", untimed, parts) == [(third,), (second,)]
@@ -262,14 +260,16 @@ def test_candidates_keep_all_losing_parts_in_fp32_or_the_larger_half(monkeypatch
     out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
     kept = [[region.pattern for region in plan.regions] for plan in out if plan.regions]
     assert sorted(kept) == [["1", "2"], ["2"]]
-    known["1"] = Cost({"fp32": 1.0}, reasons={"bf16": "no kernel"})  # none is without what cannot run
+    known["1"] = Cost(
+        {"fp32": 1.0}, reasons={"bf16": "no kernel"}
+    )  # a part that cannot run low is always kept
     out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
     kept = [[region.pattern for region in plan.regions] for plan in out if plan.regions]
     assert sorted(kept) == [["1"], ["1", "2"]]
 
 
 class Faulty(nn.Module):
-    """Has a fault that shows in bf16, which is not that it cannot run there."""
+    """A module with a bug that raises in bf16, although bf16 is supported."""
 
     error: type[Exception] = LookupError
 
@@ -284,7 +284,7 @@ class Faulty(nn.Module):
 def test_a_fault_of_the_code_is_no_word_on_a_format(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes out of every place that tries a plan, as it is."""
+    """The exception propagates unchanged from every place that tries a plan."""
     monkeypatch.setattr(Faulty, "error", error)
     model = workload(Faulty).model()
     batch = next(batches(0))
@@ -308,7 +308,7 @@ def test_a_fault_of_the_code_is_no_word_on_a_format(
 
 
 class Remembers(nn.Module):
-    """Keeps a graph from call to call, so that it can neither be copied nor run twice."""
+    """A module that keeps an autograd graph between calls, so it can neither be copied nor run twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def test_buffers_and_gradients_are_left_alone() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.cpu  # whose kernels for low formats may be slow beyond measure
+@pytest.mark.cpu  # only CPU kernels for low formats are so slow that a piece is tried first
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
@@ -354,16 +354,18 @@ def test_a_module_shows_on_a_piece_what_it_takes(module: nn.Module, shape: tuple
     seen: list[int] = []
     module.register_forward_pre_hook(lambda _module, args: seen.append(args[0].numel()))
     inputs = torch.randn(shape)
-    assert _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU, BY_ITSELF) != 1.0  # 1: it took no piece
+    assert (
+        _slowdown_on_a_piece(module, (inputs,), {}, "fp16", CPU, BY_ITSELF) != 1.0
+    )  # 1.0: no piece was tried
     assert max(seen) <= inputs.numel() // 2
 
 
-@pytest.mark.cpu  # whose kernels for low formats may be slow beyond measure
+@pytest.mark.cpu  # only CPU kernels for low formats are so slow that a piece is tried first
 @pytest.mark.parametrize("has", [True, False])
 def test_bf16_is_tried_on_a_piece_first_where_the_cpu_has_none(
     has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There it takes 40 times as long as fp32, and a search of `gpt` spent half of its time on finding that out on whole steps."""
+    """Without it bf16 takes 40 times as long as fp32; a search of `gpt` spent half of its time on such steps."""
     monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: has)
     slower = _slowdown_on_a_piece(nn.Linear(64, 64), (torch.randn(4096, 64),), {}, "bf16", CPU, BY_ITSELF)
     assert (slower == 1.0) == has
@@ -377,7 +379,7 @@ def test_an_activation_in_place_can_be_timed() -> None:
     assert model[1].inplace is True
 
 
-# --- contest ------------------------------------------------------------------------------------------------------
+# --- the race -----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_slow_or_cannot_run_leaves_with_its_reason() -> None:
@@ -441,7 +443,7 @@ def test_nobody_joins_a_race_after_its_deadline() -> None:
         assert contest.halve([low]) == [BASELINE]
         assert left_for(contest, low) == "not tried: the time ran out"
     with Contest(workload(), CPU, deadline=time.monotonic() - 1.0) as contest:
-        contest.run([low], 3)  # what has been found sound is timed in any case
+        contest.run([low], 3)  # plans that passed the parity test are always timed
         assert contest.entries[low].rounds == 1
 
 
@@ -457,14 +459,14 @@ def test_a_region_is_a_candidate_where_batches_have_four_axes_and_nothing_convol
         batches=masked,
         loss=lambda model, batch: loss(model, (batch[0].flatten(1), batch[1])),
     )
-    monkeypatch.setattr(part_costs, "SLOWER", math.inf)  # tiny layers make any low format look slow
+    monkeypatch.setattr(part_costs, "SLOWER", math.inf)  # with tiny layers any low format looks slow
     found = Search(Context(made, CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
     found.begun = refer(found.context)
     out = fastest._by_costs(found, [BASELINE, Plan.preset("bf16-mixed")])
     assert Plan.parse("bf16-mixed+regions.1=fp32") in out
 
 
-# --- pairs --------------------------------------------------------------------------------------------------------
+# --- pairs of training runs ---------------------------------------------------------------------------------------
 
 
 def test_losses_are_judged_as_students_t_says() -> None:
@@ -474,7 +476,7 @@ def test_losses_are_judged_as_students_t_says() -> None:
     error = statistics.stdev((0.001, 0.003, 0.002, 0.002)) / 2
     assert found.difference == pytest.approx(0.002)
     assert found.upper == pytest.approx(0.002 + 2.353 * error)
-    assert found.verdict == "not worse"  # however far fp32's own runs spread
+    assert found.verdict == "not worse"  # even though fp32's own losses vary more
     worse = [r + 0.02 for r in reference]
     assert judge_losses(reference, worse, 50, 0.005).verdict == "worse"
     assert judge_losses(reference, worse, 50, 0.1).verdict == "not worse"
@@ -488,7 +490,7 @@ def test_losses_are_judged_as_students_t_says() -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_training_that_diverges_under_a_plan_is_worse_and_under_fp32_shows_nothing(raises: bool) -> None:
-    """It ended the search. A diverged run may end in castwise's error, in one of the loss's own, or in none."""
+    """The search goes on, whether the diverged run raises castwise's error, one of the loss's own, or none."""
 
     def explodes(model: nn.Module, batch: Any, low: bool) -> Tensor:
         weight = next(model.parameters())
@@ -598,13 +600,15 @@ def test_training_decides_only_near_the_lines() -> None:
     assert not is_doubtful(found(0.31))
     assert not is_doubtful(found(0.11, adam=1.0))
     assert not is_doubtful(found(math.inf))
-    assert not is_doubtful(found(0.11, floor=0.1))  # fp32 differs from itself as much
+    assert not is_doubtful(found(0.11, floor=0.1))  # the floor of fp32 is as large
     assert not is_doubtful(found(0.11, strayed=1))
-    assert not is_doubtful(found(0.01, stopped=("norm.running_mean",)))  # which no loss in training reads
+    assert not is_doubtful(
+        found(0.01, stopped=("norm.running_mean",))
+    )  # buffers that do not affect the training loss
 
 
 def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_race() -> None:
-    """fp16 convolutions took 12 to 20 times as long, some short of hopeless: first steps of whole models took 20 s."""
+    """Regression: fp16 convolutions took 12 to 20 times as long but stayed in, and a model's first steps took 20 s."""
     costs = {
         "conv": Cost({"fp32": 10.0, "bf16": 6.0, "fp16": 90.0}, {"bf16": 11.0, "fp16": 10.5}),
         "norm": Cost({"fp32": 1.0, "bf16": 1.0, "fp16": 0.9}, {"bf16": 1.2, "fp16": 1.2}),
@@ -616,7 +620,7 @@ def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_r
         "timed module by module, it is no faster than fp32: conv takes 9.0 times as long as fp32"
     )
     assert not not_faster("bf16", ("bf16", "fp16"), costs)
-    costs["conv"].bordered_s["bf16"] = costs["conv"].times_s["bf16"] = 9.9  # nor does the other gain
+    costs["conv"].bordered_s["bf16"] = costs["conv"].times_s["bf16"] = 9.9  # bf16 gains nothing either
     assert not_faster("fp16", ("bf16", "fp16"), costs).startswith(
         "timed module by module, it is no faster than fp32"
     )
@@ -625,7 +629,7 @@ def test_a_format_that_gains_nothing_where_another_gains_is_dropped_before_the_r
 
 
 def test_a_format_without_units_has_to_gain_by_regions_to_be_raced() -> None:
-    """A search of BERT on a CPU without bf16 spent 60 s of 100 on plans with all but its activations in fp32."""
+    """Regression: on a CPU without bf16, 60 of 100 s went into plans of BERT with only the activations in bf16."""
 
     def costs(low_s: float, activation_s: float) -> dict[str, Cost]:
         return {
@@ -639,7 +643,7 @@ def test_a_format_without_units_has_to_gain_by_regions_to_be_raced() -> None:
     )
     assert not not_faster("bf16", ("bf16",), costs(24.0, 0.9))
     assert not lacks_units("bf16", costs(23.0, 1.6))
-    assert not not_faster("bf16", ("bf16",), costs(23.0, 1.6))  # whole steps decide
+    assert not not_faster("bf16", ("bf16",), costs(23.0, 1.6))  # has units: whole steps decide
     hopeless = costs(24.0, 1.6) | {"linear": Cost({"fp32": 8.0}, reasons={"bf16": "takes 12 times as long"})}
     assert lacks_units("bf16", hopeless)
     assert not_faster("bf16", ("bf16",), hopeless)
@@ -649,7 +653,7 @@ def test_a_format_without_units_has_to_gain_by_regions_to_be_raced() -> None:
 def test_one_line_autocast_is_raced_where_the_device_has_units_for_it(
     linear_s: float, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To be shown, one step of it took as long as all others of a search."""
+    """Regression: one step of autocast, timed only for display, took as long as all other steps of a search."""
     found = Search(Context(workload(), CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
     found.begun = refer(found.context)
     known = {"0": Cost({"fp32": 1.0, "bf16": linear_s}, {"bf16": 1.2})}
@@ -661,7 +665,7 @@ def test_one_line_autocast_is_raced_where_the_device_has_units_for_it(
 
 
 def test_autocast_that_is_raced_to_be_shown_has_no_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a format that had been dropped came to the final, and "may still be much faster"."""
+    """Regression: a variant in a dropped format reached the final, with the note "may still be much faster"."""
     autocast, master = Plan.preset("bf16-mixed"), Plan.preset("bf16-master")
     found = Search(Context(workload(), CPU, Settings(formats=("fp32", "bf16"), budget_s=30.0)))
     found.begun = BEGUN
@@ -702,7 +706,7 @@ def test_what_is_far_slower_is_timed_twice() -> None:
 
 
 def test_a_format_that_is_dropped_names_the_part_that_loses_most() -> None:
-    """It named the largest, which took 0.9 times as long."""
+    """Regression: the message named the largest part, although that took 0.9 times as long as fp32."""
     costs = {
         "large": Cost({"fp32": 10.0, "bf16": 9.9}, {"bf16": 11.0}),
         "small": Cost({"fp32": 1.0, "bf16": 3.0}, {"bf16": 3.0}),
@@ -719,7 +723,7 @@ def test_training_runs_are_as_long_as_time_allows() -> None:
     assert affordable_steps(80.0, 0.1, 8, asked=300) == 80
     assert affordable_steps(1e6, 0.1, 8, asked=5) == 5
     assert affordable_steps(1.0, 0.1, 8, asked=5) == 0
-    assert affordable_steps(10.0, 0.1, 8) == 0  # too few to tell
+    assert affordable_steps(10.0, 0.1, 8) == 0  # too few steps to compare losses
 
 
 def test_attention_is_unfused_where_there_is_any_and_no_gpu() -> None:
@@ -737,4 +741,4 @@ def test_attention_is_unfused_where_there_is_any_and_no_gpu() -> None:
     assert {p.params for p in unfused(plans(attention))} == wanted
     assert not any(p.compute == "fp32" for p in unfused(plans(attention)))
     assert not unfused(plans({"mm"}))
-    assert not unfused(plans(attention, goal="memory"))  # scores are kept for backward
+    assert not unfused(plans(attention, goal="memory"))  # unfused attention keeps the scores for backward

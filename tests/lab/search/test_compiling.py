@@ -1,4 +1,4 @@
-"""Finalists compiled: what a trial refuses, which are tried, and what the record says of it."""
+"""Compiled finalists: what a trial refuses, which plans are tried, and what the record says."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ needs_backend = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are traced and run by torch's kernels, which takes a tenth of a second where Inductor takes many."""
+    """Compile with ``aot_eager``, which takes a tenth of a second; Inductor takes many seconds."""
     monkeypatch.setattr(compile_trial, "BLOCK_S", 0.01)
     limit = torch._dynamo.config.fail_on_recompile_limit_hit
     if hasattr(torch.compiler, "set_default_backend"):
@@ -62,7 +62,7 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Layers with a dropout, and a place for a fault."""
+    """Two linear layers with dropout; subclasses put a fault between them."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 class Wrong(Net):
-    """Is another model when it is compiled."""
+    """A model with wrong values when compiled."""
 
     by = 1.5
 
@@ -86,13 +86,13 @@ class Wrong(Net):
 
 
 class WithinRounding(Wrong):
-    """Differs by less than bf16 can hold, and by much more than fp32 leaves open."""
+    """A model whose error is below bf16's precision and far above fp32's."""
 
     by = 1.0 + 2.0**-9
 
 
 class WrongBelow(Net):
-    """Loses the gradients of its first layer when it is compiled."""
+    """A model with half of its first layer's gradients when compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         below = torch.tanh(self.a(x))
@@ -100,7 +100,7 @@ class WrongBelow(Net):
 
 
 class CoarseByHand(Net):
-    """Is further from fp32 in bf16 as it is than when it is compiled."""
+    """A model that in bf16 is closer to fp32 when compiled."""
 
     def fault(self, x: Tensor) -> Tensor:
         return x * 1.2 if self.is_coarse(x) and not torch.compiler.is_compiling() else x
@@ -110,14 +110,14 @@ class CoarseByHand(Net):
 
 
 class CoarseCompiled(CoarseByHand):
-    """The other way about."""
+    """A model that in bf16 is closer to fp32 when not compiled."""
 
     def fault(self, x: Tensor) -> Tensor:
         return x * 1.2 if self.is_coarse(x) and torch.compiler.is_compiling() else x
 
 
 class WrongGradients(Net):
-    """Its values are right when it is compiled; its gradients have a term too many."""
+    """A model with correct values but an extra term in its gradients when compiled."""
 
     def __init__(self, by: float = 1.0) -> None:
         super().__init__()
@@ -133,21 +133,21 @@ class WrongGradients(Net):
 
 
 class WrongBias(WrongGradients):
-    """The gradient of one bias is half as large again."""
+    """A model in which the gradient of one bias is off by a term."""
 
     def term(self, _x: Tensor) -> Tensor:
         return 0.5 * self.b.bias
 
 
 class SmallGarbage(WrongGradients):
-    """That of a parameter which hardly counts beside the others is anything."""
+    """A model with a wrong gradient for a parameter that hardly matters beside the others."""
 
     def term(self, _x: Tensor) -> Tensor:
         return 1e-4 * self.small.flip(0)
 
 
 class BeforeBatchNorm(WrongGradients):
-    """A bias without effect: its gradient is rounding and nothing else, and another when it is compiled."""
+    """A bias before BatchNorm: its gradient is only rounding error, and a different one when compiled."""
 
     def __init__(self, by: float) -> None:
         super().__init__(by)
@@ -158,7 +158,7 @@ class BeforeBatchNorm(WrongGradients):
 
 
 class Softmax(torch.autograd.Function):
-    """An fp32 island, whose backward forgets that it is one when it is compiled."""
+    """A softmax in fp32 whose backward pass runs in bf16 when compiled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Softmax(torch.autograd.Function):
 
 
 class ForgetsIsland(Net):
-    """Its gradients are small differences of large numbers."""
+    """A model whose gradients are small differences of large numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         p: Tensor = Softmax.apply(super().forward(x))
@@ -183,7 +183,7 @@ class ForgetsIsland(Net):
 
 
 class OnTheEdge(Net):
-    """A ReLU that lies a last place or two above zero, and below it when it is compiled."""
+    """A ReLU whose input is slightly above zero, and slightly below when compiled."""
 
     def __init__(self, above: float = 2.0**-23) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class OnTheEdge(Net):
 
 
 class RunningMean(Net):
-    """Subtracts what it has seen so far: a pass more, and it is another model."""
+    """A model that subtracts a running mean, so each pass changes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class RunningMean(Net):
 
 
 class Restless(Net):
-    """Counts its calls in Python, which a graph takes for a constant."""
+    """A model that counts its calls in Python; torch.compile treats the count as a constant and recompiles."""
 
     def fault(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -245,7 +245,7 @@ def tried(model: Callable[[], nn.Module], plan: Plan) -> CompileTrial:
 
 
 def within(seconds: float) -> tuple[float, float]:
-    """Until when all may compile, and the first."""
+    """Return two equal deadlines: for compiling all plans, and for compiling the first."""
     return time.monotonic() + seconds, time.monotonic() + seconds
 
 
@@ -293,7 +293,7 @@ def test_gradients_that_are_nearer_to_fp32_compiled_are_no_fault() -> None:
 
 @compiles
 @needs_backend
-@pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # Dynamo's own doing
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function:DeprecationWarning")  # raised by Dynamo
 @pytest.mark.parametrize(
     ("model", "plan", "of"),
     [
@@ -354,7 +354,7 @@ def test_a_model_that_is_compiled_anew_at_every_step_is_not_compiled() -> None:
 
 
 class ForgetsDeep(nn.Module):
-    """Loses the gradients of all but the last of twenty layers, in which bf16 leaves much open."""
+    """Twenty layers that, when compiled, get no gradient; in bf16 their gradients are noisy in any case."""
 
     def __init__(self, forgets: bool) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ def test_what_a_model_remembers_of_its_passes_is_no_fault() -> None:
 @compiles
 @needs_backend
 def test_what_cannot_be_compared_is_not_compiled() -> None:
-    """A loss scale under which every gradient is infinite."""
+    """At its first loss scale every gradient is infinite."""
     plan = Plan.parse("fp16-mixed+compile=default")
     for model in (Net, Wrong):
         torch._dynamo.reset()
@@ -410,7 +410,7 @@ def test_a_batch_whose_gradients_are_at_the_edge_hides_no_fault_in_the_others(
         nonlocal calls
         found = gradients(*args)
         calls += 1
-        if calls == 4:  # two to see whether it draws, a batch, and the same with its weights moved
+        if calls == 4:  # 1 and 2 detect random draws; 3 is a batch, 4 the same batch with moved weights
             found["a.weight"] = found["a.weight"] * math.inf
         return found
 
@@ -436,14 +436,14 @@ def test_a_model_of_which_nothing_is_compiled_is_not_called_compiled() -> None:
         assert tried(Net, BF16).reason == "not compiled: torch.compile finds nothing to compile in the model"
 
 
-# --- which are tried ------------------------------------------------------------------------------------------
+# --- which plans are tried ------------------------------------------------------------------------------------
 
 OTHERS = [Plan.parse(f"bf16-mixed+regions.{name}=fp32") for name in ("a", "b", "drop")]
 
 
 @pytest.fixture
 def search() -> Iterator[Search]:
-    """A search whose race is over: bf16-mixed first, then others, then fp32."""
+    """A search after its race: bf16-mixed is fastest, fp32 slowest."""
     made = Search(Context(workload(), CPU, Settings(("fp32", "bf16"), compile="auto")))
     with made.context.home:
         made.race = Contest(made.context.workload, CPU)
@@ -458,7 +458,7 @@ def finalists(search: Search, plans: Sequence[Plan], until: float, first_until: 
 
 
 def gain(times_as_long: float, off: float = 0.01) -> Ratio:
-    """Of a compiled step, known to within a hundredth."""
+    """Return the speedup of a compiled step, with an error of 1 % by default."""
     value = 1.0 / times_as_long
     return Ratio(value, value * (1.0 - off), value * (1.0 + off), 0.95, 9)
 
@@ -468,7 +468,7 @@ def compiled(plan: Plan) -> Plan:
 
 
 def tries(monkeypatch: pytest.MonkeyPatch, found: Callable[[Plan], CompileTrial]) -> list[Plan]:
-    """Trials that find what is said, with none made."""
+    """Replace trials by the given results; return the list of plans that were tried."""
     asked: list[Plan] = []
 
     def instead(_search: Search, _payload: bytes, plan: Plan, _timeout_s: float) -> CompileTrial:
@@ -502,7 +502,7 @@ def test_the_fastest_come_first_and_the_best_go_on(search: Search, monkeypatch: 
 def test_what_is_not_known_to_be_slower_compiled_goes_on(
     search: Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few rounds of a busy machine said that it took 1.02 times as long; the final, which is longer, is to say."""
+    """On a busy machine a few rounds showed 1.02 times the time; the longer final has to decide."""
     tries(monkeypatch, lambda plan: CompileTrial("", 0.1, 1.0, gain(1.02, 0.05 if plan == BF16 else 0.01)))
     assert finalists(search, [AUTOCAST], *within(600.0)) == [BF16]
     assert set(search.journal.fates) == {FP32_COMPILED}
@@ -543,7 +543,7 @@ def test_without_the_time_for_it_nothing_is_compiled_and_that_is_said(
     assert search.journal.fates[BF16].reason.endswith(
         " s of the budget were left to compile it; use a longer --budget"
     )
-    # what the final will take to compile the first again is kept for it
+    # The time that the final needs to compile the first plan again is reserved.
     assert finalists(search, [AUTOCAST], *within(37.0)) == [BF16]
     assert asked == [BF16]
 
@@ -558,13 +558,13 @@ def test_the_first_may_take_what_the_final_can_spare(search: Search, monkeypatch
 
 
 def _traced() -> nn.Module:
-    """In the other process: its compiler is Inductor."""
+    """Build the model with ``aot_eager`` as backend, since the other process would use Inductor."""
     torch.compiler.set_default_backend("aot_eager")
     return Net()
 
 
 @needs_backend
-@soaks  # else told by the whole search at the end
+@soaks  # otherwise covered by the search at the end of this file
 def test_a_trial_has_a_process_of_its_own(search: Search) -> None:
     search.context = dataclasses.replace(search.context, workload=workload(_traced))
     made = finalists(search, [AUTOCAST], *within(600.0))
@@ -597,7 +597,7 @@ def test_a_trial_whose_process_dies_is_a_reason(search: Search) -> None:
 
 @compiles
 def test_what_a_trial_has_started_is_gone_when_it_is_over(search: Search, tmp_path: Path) -> None:
-    """A compiler of its own, say, that would write into a folder that is being removed."""
+    """A child process, such as a compiler, could otherwise write into a folder that is being removed."""
     told = tmp_path / "pid"
 
     def starts_and_sleeps() -> nn.Module:
@@ -645,7 +645,7 @@ def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: p
     monkeypatch.setenv("TMPDIR", "mine")
     monkeypatch.setattr(tempfile, "tempdir", tempfile.gettempdir())
     belong_to(BF16)
-    assert (os.environ[name], os.environ["TMPDIR"]) == ("mine", "mine")  # nobody searches
+    assert (os.environ[name], os.environ["TMPDIR"]) == ("mine", "mine")  # no search is running
     with own_cache():
         kept = os.environ[COMPILED]
         assert os.path.isdir(kept)
@@ -654,16 +654,14 @@ def test_each_plan_of_a_search_finds_nothing_of_anothers_compiled(monkeypatch: p
             belong_to(plan)
             folders.append(os.environ[name])
     assert folders[0] == folders[2] != folders[1]
-    assert folders[3] == folders[2]  # what compiles nothing changes nothing
-    assert (
-        os.environ["TMPDIR"] == tempfile.gettempdir() == kept
-    )  # where a compiler that is killed leaves its files
+    assert folders[3] == folders[2]  # a plan without compilation keeps the folder
+    assert os.environ["TMPDIR"] == tempfile.gettempdir() == kept  # a killed compiler leaves its files there
     assert all(os.path.dirname(folder) == kept for folder in folders)
     assert COMPILED not in os.environ
     assert not os.path.exists(kept)
 
 
-# --- what is said of it ---------------------------------------------------------------------------------------
+# --- the text -------------------------------------------------------------------------------------------------
 
 
 def test_compiling_pays_after_as_many_steps_as_it_takes_to_gain_its_time(search: Search) -> None:

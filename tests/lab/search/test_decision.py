@@ -1,4 +1,4 @@
-"""The rule that chooses among plans by their times, on times that are made up."""
+"""The rule that chooses a plan by its times, on made-up times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.soak import each_value
 
 
 def times(speeds: Sequence[float], starts: int, noise: float = 0.0, seed: int = 0) -> list[list[list[float]]]:
-    """Seconds by plan, start and round; every start and round has a factor that all plans share."""
+    """Draw seconds by plan, start and round; all plans share a random factor per start and round."""
     draw = random.Random(seed)
     out: list[list[list[float]]] = [[] for _ in speeds]
     for _ in range(starts):
@@ -49,18 +49,20 @@ def test_noise_leaves_it_undecided_and_takes_the_simpler() -> None:
 
 
 def test_what_the_race_knows_to_be_slower_is_passed_over_where_the_times_do_not_contradict() -> None:
-    """One of two starts was disturbed: fp32 was taken though its race had bf16 1.6 times as fast."""
+    """Regression: one of two starts was disturbed; fp32 was chosen although the race had bf16 1.6 times as fast."""
     disturbed = [[[1.6] * 3, [1.6] * 3], [[1.0] * 3, [1.55] * 3]]
     assert decide([0, 1], disturbed).chosen == 0
     decision = decide([0, 1], disturbed, behind={(0, 1)})
     assert (decision.chosen, decision.decided, decision.out) == (1, False, frozenset())
-    assert decide([0, 1], [disturbed[0], [[1.6] * 3] * 2], behind={(0, 1)}).chosen == 0  # they contradict
+    assert (
+        decide([0, 1], [disturbed[0], [[1.6] * 3] * 2], behind={(0, 1)}).chosen == 0
+    )  # the times contradict the race
     assert decide([0, 1, 2], [*disturbed, disturbed[1]], behind={(0, 2)}).chosen == 1
     assert decide([0, 1], times([1.3, 1.0], 3), behind={(0, 1)}).decided
 
 
 def test_the_race_decides_nothing() -> None:
-    """The times alone would not have it that fp32 is slower, so that there are more starts while there is time."""
+    """The times alone do not show that fp32 is slower, so plans are started again while there is time."""
     starts = [[[1.03] * 3, [1.05] * 3, [1.02] * 3], [[1.0] * 3] * 3]
     assert decide([0, 1], starts).chosen == 0
     decision = decide([0, 1], starts, behind={(0, 1)})
@@ -82,7 +84,7 @@ def test_a_cycle_of_what_is_surely_slower_still_gives_an_answer() -> None:
 
 
 def test_a_race_that_leaves_nobody_is_not_believed() -> None:
-    """Starts that not all were in need not be transitive."""
+    """Comparisons need not be transitive if not all plans ran in each start."""
     one, more = [1.0, 1.0], [1.1, 1.1]
     starts: list[list[list[float]]] = [[one, [], more], [more, one, []], [[], more, one]]
     ratios = restarts(starts)
@@ -111,7 +113,7 @@ def test_a_plan_alone_is_chosen() -> None:
 
 
 class Machine:
-    """Starts plans of known speed."""
+    """A fake machine that starts plans of known speed."""
 
     def __init__(self, speeds: Sequence[float], noise: float, fails: Mapping[int, int] | None = None) -> None:
         self.speeds, self.noise, self.fails = speeds, noise, fails or {}
@@ -146,7 +148,7 @@ def test_the_fewest_starts_decide_only_what_is_clearer_than_it_has_to_be_later()
 
 
 def test_a_plan_alone_is_started_twice() -> None:
-    """Of one start nobody knows what another would have shown, and a speed is told over others."""
+    """One start says nothing about the variation between starts, and the speedup is relative to other plans."""
     machine = Machine([1.5, 1.0], 0.001)
     decision, taken = settle([0, 1], machine, beside=frozenset({0}))
     assert (decision.chosen, decision.decided) == (1, True)
@@ -168,7 +170,7 @@ def test_what_is_far_behind_is_not_started_again_while_others_are() -> None:
 
 
 def test_what_speeds_are_told_over_is_started_to_the_end() -> None:
-    """Three starts know little of a machine that moves: speeds over fp32 and autocast were off by a quarter."""
+    """Regression: with three starts on a noisy machine, speedups over fp32 and autocast were off by a quarter."""
     machine = Machine([5.0, 1.02, 1.0], 0.03)
     decision, taken = settle([0, 1, 2], machine, beside=frozenset({0}))
     assert decision.chosen != 0
@@ -190,11 +192,11 @@ def test_how_far_the_starts_of_what_is_out_differ_says_nothing_of_the_others() -
 
     decision, taken = settle([0, 1, 2], start, reference=frozenset({0}))
     assert (decision.chosen, decision.decided, decision.out) == (2, True, {0, 1})
-    assert len(taken[1]) <= LEAST + 2  # two that are alike are decided as soon as the wild one is out
+    assert len(taken[1]) <= LEAST + 2  # two similar plans are decided as soon as the noisy one is out
 
 
 def test_the_others_go_on_where_earlier_starts_left_them() -> None:
-    """Their starts stay aligned: one that had left has empty ones where it was not in."""
+    """The starts stay aligned: a plan that had left has empty times for the starts it missed."""
     speeds = [1.0, 0.8, 0.5]
     taken = times(speeds, LEAST + 1, 0.001)
     noisy = [*taken[:1], [[0.5] * 7, [1.2] * 7], taken[2]]
@@ -254,17 +256,17 @@ def test_an_interval_from_one_start_rests_on_the_luck_of_starts_in_general() -> 
 
 
 def test_one_round_says_nothing() -> None:
-    """A final of one round in one process claimed 4.67 times as fast (3.91-5.59)."""
+    """Regression: a final of one round in one process claimed 4.67 times as fast (3.91-5.59)."""
     found = restarts([[[4.67]], [[1.0]]])[0, 1]
     assert (found.value, found.low, found.high) == (pytest.approx(4.67), 0.0, math.inf)
     assert decide([0, 1], [[[4.67]], [[1.0]]]).chosen == 0
 
 
 def test_an_interval_holds_what_another_time_of_day_moves_of_a_gain() -> None:
-    """Two searches of one job said 2.82 and 2.68 times as fast, each known to 3 %, and a race of an hour later 3.00."""
+    """Two searches of one job gave 2.82 and 2.68 times as fast, each within 3 %; a race an hour later gave 3.00."""
     found = restarts([[[2.8, 2.8], [2.82, 2.82]], [[1.0, 1.0], [1.0, 1.0]], [[1.001] * 2, [1.0] * 2]])
     assert found[0, 1].low < 2.68 < 3.0 < found[0, 1].high
-    assert found[1, 2].high < 1.01  # as fast as each other, at any time
+    assert found[1, 2].high < 1.01  # equally fast at any time of day
 
 
 def test_an_interval_from_one_start_is_as_wide_as_its_rounds() -> None:
@@ -288,7 +290,7 @@ def test_an_interval_without_a_start_of_both_reaches_everywhere() -> None:
 
 
 def test_a_program_that_fails_after_its_first_start_leaves_the_others_their_intervals() -> None:
-    """With two left the spread of the one pair stood for none of the others, which divided by zero."""
+    """Regression: with one pair left, the spread of the others was a division by zero."""
     two, one = [[1.0, 1.1, 1.2], [1.0, 1.2, 1.1]], [[1.0, 1.1, 1.1]]
     found = restarts([two, two, one])
     assert 0.5 < found[0, 2].low < found[0, 2].high < 2.0
@@ -306,7 +308,7 @@ def test_of_two_programs_alone_what_is_expected_of_starts_narrows_the_interval_w
 def uneven(
     speeds: Sequence[float], starts: int, noise: Sequence[float], draw: random.Random
 ) -> list[list[list[float]]]:
-    """Seconds by plan, start and round; all rounds of a start share a factor, which varies by the plan's own noise."""
+    """Draw seconds by plan, start and round; the rounds of a start share a factor with the plan's own noise."""
     out: list[list[list[float]]] = [[] for _ in speeds]
     for _ in range(starts):
         for one, (speed, deviation) in enumerate(zip(speeds, noise, strict=True)):
@@ -319,7 +321,7 @@ def uneven(
 @pytest.mark.parametrize("who", ["simplest", "fastest", "half"])
 @pytest.mark.parametrize("plans", [2, 3, 5])
 def test_a_noisy_plan_among_quiet_ones_seldom_makes_a_slow_one_be_decided_for(plans: int, who: str) -> None:
-    """Shrunk towards the mean of all pairs, one plan of 8 % noise made up to 17 % of the decisions slow ones."""
+    """With variances shrunk to the mean of all pairs, one plan with 8 % noise made up to 17 % of the choices slow."""
     searches, wrong = 150, 0
     noisy = {"simplest": {0}, "fastest": {plans - 1}, "half": set(range(plans // 2, plans))}[who]
     speeds = [*[1.04] * (plans - 1), 1.0]
@@ -349,7 +351,7 @@ def test_the_intervals_of_a_noisy_program_among_quiet_ones_cover(starts: int) ->
 
 
 def test_of_programs_that_vary_alike_all_starts_tell_how_much() -> None:
-    """Otherwise each needed its own variance, and a search more starts."""
+    """If each plan had its own variance, a search would need more starts."""
     together, alone = 0.0, 0.0
     for seed in range(40):
         times_s = uneven([1.0] * 5, 6, [0.01] * 5, random.Random(seed))

@@ -1,4 +1,4 @@
-"""The final: real starts of tiny plans, and what it says of times that are made up."""
+"""The final: real starts of plans on tiny models, and its text for made-up times."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def why(final: Final, plan: Plan, chosen: Plan) -> str:
-    """Why a plan was not chosen, by the final."""
+    """Return the final's reason for not choosing a plan."""
     fate = final.fate(plan, chosen)
     return "" if fate is None else fate.reason
 
 
 def timed(speeds: dict[Plan, float], **options: object) -> Final:
-    """A final in which plans took so many seconds per step, with one in a thousand of noise."""
+    """Return a final with the given seconds per step and 0.1 % of noise."""
     times = [
         [[seconds * (1.0 + 0.001 * ((s + r) % 2)) for r in range(3)] for s in range(3)]
         for seconds in speeds.values()
@@ -71,7 +71,7 @@ def test_plans_are_started_until_the_slow_one_is_known(searching: Callable[[Work
     ratio = final.ratio(AUTOCAST, FP32)
     assert ratio is not None
     assert ratio.high < 1.0
-    assert 2 <= ratio.n <= final.starts  # who is known to be slower leaves
+    assert 2 <= ratio.n <= final.starts  # a plan known to be slower leaves
     assert not final.doubt(FP32)
     assert final.losses[FP32]
     assert len(final.losses[FP32]) == len(final.losses[AUTOCAST])
@@ -106,7 +106,7 @@ def test_a_fault_of_the_code_comes_out_of_its_process(searching: Callable[[Workl
 def test_equal_plans_have_equal_losses(
     searching: Callable[[Workload], Search], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decision, "MOST", 1)  # losses are those of the first start
+    monkeypatch.setattr(decision, "MOST", 1)  # only the first start records losses
     same = Plan.parse("fp32+fp32_matmul=ieee")
     final = final_of(searching(workload()), [same, AUTOCAST], time.monotonic() + 60.0)
     assert final.losses[same] == final.losses[FP32]
@@ -123,7 +123,7 @@ def test_a_workload_that_cannot_be_sent_is_timed_here_and_that_is_said(
 def test_a_workload_that_another_process_cannot_run_is_timed_here_and_that_is_said(
     searching: Callable[[Workload], Search], monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    """Its module is this process's alone, or lacks there what was set here."""
+    """The module exists only in this process, or the model needs state that was set up only here."""
     job, here = workload(SlowWhenLow), os.getpid()
 
     def model() -> nn.Module:
@@ -153,7 +153,7 @@ def test_refused_plans_make_room_for_the_next() -> None:
 
 
 def test_what_left_for_the_speed_of_a_refused_plan_is_chosen_before_fp32() -> None:
-    """It has fewer starts than fp32, which is in to the end."""
+    """Such a plan has fewer starts than fp32, which is started to the end."""
     final = timed({FP32: 2.0, AUTOCAST: 1.0, REGION: 0.5})
     del final.times_s[1][2:]
     assert list(final.in_turn([FP32, AUTOCAST, REGION])) == [REGION, AUTOCAST, FP32]
@@ -162,16 +162,16 @@ def test_what_left_for_the_speed_of_a_refused_plan_is_chosen_before_fp32() -> No
 def test_once_a_plan_is_refused_the_others_are_started_until_it_is_decided_between_them(
     searching: Callable[[Workload], Search],
 ) -> None:
-    """After its two starts it took fp32, which was slower by a quarter with 95 % confidence and not with 99."""
+    """Regression: fp32 was chosen after two starts, though a quarter slower with 95 % (but not 99 %) confidence."""
     search = searching(workload(SlowWhenLow))
     within(search, 600.0)
-    final = final_of(search, [LOWEST, AUTOCAST], time.monotonic())  # the time is over after two
+    final = final_of(search, [LOWEST, AUTOCAST], time.monotonic())  # no time after two starts
     assert final.starts == 2
     assert final.decision is not None
     before, steps = final.decision, search.contest.steps
     turns = final.in_turn([FP32, AUTOCAST, LOWEST])
     assert next(turns) == FP32
-    next(turns)  # fp32 alone is lossless, so that the time is over for these
+    next(turns)  # only fp32 is lossless, so no time is spent on more starts
     assert final.starts == 2
 
     final = final_of(
@@ -186,7 +186,7 @@ def test_once_a_plan_is_refused_the_others_are_started_until_it_is_decided_betwe
 
 
 def test_with_a_refused_plan_those_of_its_numerics_are_no_longer_in_it() -> None:
-    """They were started again, up to twelve times, to be refused unseen."""
+    """Regression: such plans were started up to twelve more times, only to be refused without a test."""
     final = timed({FP32: 2.0, AUTOCAST: 1.0, FUSED: 0.9, REGION: 0.5})
     went_on: list[list[Plan]] = []
     final.go_on = lambda left, _refused: went_on.append(list(left))
@@ -256,7 +256,7 @@ def test_a_machine_too_noisy_to_decide_is_said_with_how_much_is_open() -> None:
     assert "--budget" in final.doubt(AUTOCAST)
     few = Final(list(times), times_s=[starts[:2] for starts in final.times_s], decision=final.decision)
     assert "after 2 starts, because the time was too short: " in few.doubt(AUTOCAST)
-    assert not final.doubt(REGION)  # nothing is open there
+    assert not final.doubt(REGION)  # nothing is undecided for this one
     wild = Final(
         list(times),
         times_s=[[[s], [9.0 * s]] for s in (2.0, 1.0)] + [[[2.0], [0.9]]],
@@ -280,11 +280,11 @@ def test_nothing_is_open_about_a_plan_that_cannot_be_chosen(why: str) -> None:
 def test_a_plan_that_failed_in_a_later_start_is_not_chosen_for_its_first() -> None:
     final = timed({FP32: 2.0, AUTOCAST: 1.0, REGION: 0.5}, failed={REGION})
     assert list(final.in_turn([FP32, AUTOCAST, REGION])) == [AUTOCAST, FP32]
-    assert final.fate(REGION, AUTOCAST) is None  # the journal has it
+    assert final.fate(REGION, AUTOCAST) is None  # the journal has the reason
 
 
 def test_a_plan_that_is_named_twice_is_no_evidence() -> None:
-    """Its times differ by nothing from its own, which made all intervals narrower."""
+    """Regression: the zero difference between a plan and itself made all intervals narrower."""
     times = [[[0.84] * 3, [0.86] * 3], [[0.71] * 3, [0.67] * 3]]
     final = Final([FP32, AUTOCAST], times_s=times)
     ratio = final.ratio(AUTOCAST, FP32)
@@ -315,7 +315,7 @@ def test_where_all_run_in_one_process_they_run_all_rounds_though_the_race_is_ove
 
 
 def threading_loss() -> Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor]:
-    """One that cannot be sent to another process."""
+    """Return a loss that cannot be sent to another process."""
     lock = threading.Lock()
 
     def locked(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -342,7 +342,7 @@ def test_a_longer_budget_is_advised_only_where_it_would_help() -> None:
 
 
 def test_a_simpler_plan_that_is_known_to_be_slower_than_another_says_so() -> None:
-    """It may be as fast as the chosen one, as far as can be told."""
+    """The reason holds even if the plan may be as fast as the chosen one."""
     rounds = {FP32: [1.0, 1.0, 1.0], FUSED: [1.0, 0.9, 1.02], REGION: [0.8, 0.81, 0.8]}
     final = Final(list(rounds), times_s=[[[time] * 3 for time in times] for times in rounds.values()])
     ratio = final.ratio(FUSED, FP32)
@@ -395,7 +395,7 @@ def test_who_was_behind_in_the_race_is_known_of_plans_as_they_raced(
 def test_the_finalists_are_started_twice_though_the_time_is_over_but_not_far_beyond_it(
     budget_s: float, starts: int, searching: Callable[[Workload], Search]
 ) -> None:
-    """On a machine with eight times as much to do a budget of 15 s took 44 to 121."""
+    """Regression: on a machine with eight times its load, a budget of 15 s took 44 to 121 s."""
     search = searching(workload())
     within(search, budget_s)
     final = final_of(search, [AUTOCAST], time.monotonic())
@@ -423,9 +423,7 @@ def test_a_format_that_there_was_no_time_for_leaves_the_search_incomplete(
     contest.entries[FUSED] = Entry(
         FUSED, left=Fate("worse", "not faster: its first steps took 35 times as long")
     )
-    assert (
-        formats_not_reached(search) == []
-    )  # of a format that the device has no units for that is all there is to know
+    assert formats_not_reached(search) == []  # a format that is this slow counts as tried
     contest.entries[FUSED] = Entry(FUSED, left=LATE)
     raced(search, {AUTOCAST: 1.0})
     assert formats_not_reached(search) == []
@@ -440,7 +438,7 @@ def test_how_much_of_a_model_runs_low() -> None:
         Prober(model, search.context.workload.loss, iter(search.context.workload.batches(0)), CPU)
     )
     search.begun = dataclasses.replace(refer(search.context), parts=parts, test=test)
-    assert low_share(search.reference, {}, AUTOCAST) == 1.0  # nothing was timed
+    assert low_share(search.reference, {}, AUTOCAST) == 1.0  # no part was timed
     assert [part.pattern for part in parts] == ["0", "1", "2"]
     search.costs = {"0": Cost({"fp32": 3.0}), "1": Cost({"fp32": 0.2}), "2": Cost({"fp32": 0.8})}
     shares = {

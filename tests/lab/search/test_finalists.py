@@ -1,4 +1,4 @@
-"""Who comes to the final: by times of a race that are made up."""
+"""The plans that reach the final, from made-up times of a race."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REGION = Plan.parse("bf16-mixed+regions.0=fp32")
 
 
 def with_regions(count: int) -> Plan:
-    """The more regions, the more complicated."""
+    """Return a plan with ``count`` regions; more regions are more complex."""
     return Plan.parse(
         "+".join(["bf16-mixed", *(f"regions.{'.'.join('0' * n)}=fp32" for n in range(1, count + 1))])
     )
@@ -49,10 +49,10 @@ def test_the_fastest_of_the_race_and_the_simplest_of_those_as_fast_come_to_the_f
 def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_the_final(
     searching: Callable[[Workload], Search],
 ) -> None:
-    """It could win by luck alone; two low numerics come all the same, since one may be refused on fresh batches.
+    """Such a plan could only win by chance.
 
-    Nothing is said so of two storages: bench/bench_race.py has the race off by up to
-    4 %.
+    Two low numerics still reach the final, as one may be refused on fresh batches.
+    Plans with different storage are not compared this way: in bench/bench_race.py the race is off by up to 4 %.
     """
     master, worse, as_is, layout = (
         Plan.parse(line)
@@ -63,9 +63,11 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
     search = searching(workload(SlowWhenLow))
     places = {as_is: 1.0, master: 1.005, layout: 1.006, AUTOCAST: 1.05, worse: 1.06}
     contest = raced(search, {FP32: 2.0, **places})
-    assert in_vain(contest, worse, [FP32, AUTOCAST]) is None  # that one may be refused
+    assert in_vain(contest, worse, [FP32, AUTOCAST]) is None  # AUTOCAST may be refused
     assert in_vain(contest, worse, [FP32, AUTOCAST, master]) == AUTOCAST
-    assert in_vain(contest, master, [AUTOCAST, worse, layout]) is None  # another storage, or more complicated
+    assert (
+        in_vain(contest, master, [AUTOCAST, worse, layout]) is None
+    )  # others differ in storage or are more complex
     assert likeliest(search.journal, contest, [FP32, *places]) == [FP32, master, AUTOCAST]
     assert noted(search) == {
         **dict.fromkeys([as_is, layout], f"not in the final: bf16-master {AS_GOOD}"),
@@ -74,7 +76,7 @@ def test_what_a_simpler_plan_is_as_fast_as_in_the_race_is_neither_tested_nor_in_
     search.begun = BEGUN
     search.parity = dict.fromkeys(map(numerics_of, [master, AUTOCAST]), SOUND)
     sound = find_sound(search, [master, AUTOCAST, FP32, worse, as_is, layout]).plans
-    assert sound == [master, AUTOCAST, FP32, layout]  # tested with its like
+    assert sound == [master, AUTOCAST, FP32, layout]  # layout has the numerics of master
     assert search.journal.fates[as_is].reason == f"not tested: bf16-master {AS_GOOD}"
 
 
@@ -82,7 +84,7 @@ def test_what_fp32_is_as_fast_as_is_not_worth_a_test(searching: Callable[[Worklo
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 1.0, AUTOCAST: 1.0, REGION: 1.0, Plan.preset("bf16-master"): 1.1})
     search.begun = BEGUN
-    search.parity = {AUTOCAST: SOUND}  # it is shown, and would seem untested
+    search.parity = {AUTOCAST: SOUND}  # autocast is shown, so it needs a result
     assert find_sound(search, [FP32, REGION, AUTOCAST]).plans == [FP32, AUTOCAST]
     assert search.journal.fates[REGION].reason == f"not tested: fp32 {AS_GOOD}"
     assert favourite(contest, [AUTOCAST, REGION]) == FP32
@@ -114,7 +116,7 @@ def test_what_may_be_refused_together_is_no_reason_to_leave_a_third_out(
     assert in_vain(contest, REGION, [FP32, AUTOCAST, losses]) is None
     assert in_vain(contest, fp16, [FP32, AUTOCAST, losses]) is None
     assert in_vain(contest, fp16, [FP32, AUTOCAST, REGION]) == AUTOCAST
-    assert in_vain(contest, layout, [FP32, AUTOCAST]) == AUTOCAST  # refused with it in any case
+    assert in_vain(contest, layout, [FP32, AUTOCAST]) == AUTOCAST  # same numerics: both would be refused
 
 
 def test_nobody_stores_alike_in_two_formats() -> None:
@@ -137,7 +139,7 @@ def test_a_low_plan_that_is_behind_fp32_does_not_come(searching: Callable[[Workl
 def test_the_final_can_fall_back_on_simpler_numerics_that_luck_put_behind(
     searching: Callable[[Workload], Search],
 ) -> None:
-    """Else two searches of one job store parameters in two formats, by the luck of their races."""
+    """Otherwise two searches of one job would store parameters in different formats, by chance."""
     masters = [
         Plan.parse(f"bf16-master{more}")
         for more in ("+optimizer=fused", "", "+memory_format=channels_last", "+regions.0=fp32")
@@ -151,7 +153,7 @@ def test_the_final_can_fall_back_on_simpler_numerics_that_luck_put_behind(
 def test_of_one_numerics_the_simplest_of_those_as_fast_comes_and_others_after_all_numerics(
     searching: Callable[[Workload], Search],
 ) -> None:
-    """Else the memory format of one convolution in a transformer is that which the race's luck put in front."""
+    """Otherwise the memory format of a transformer's only convolution would be decided by chance in the race."""
     layout, twin = (
         Plan.parse(f"{name}+memory_format=channels_last") for name in ("bf16-mixed", "bf16-master")
     )
@@ -167,7 +169,7 @@ def test_of_one_numerics_the_simplest_of_those_as_fast_comes_and_others_after_al
 def test_what_the_final_wants_is_tested_before_what_is_a_little_faster_and_fp32_before_what_it_beats(
     searching: Callable[[Workload], Search],
 ) -> None:
-    """Passes are few: three searches of Llama found three plans, since the simplest was not tested in two."""
+    """Passes are limited: three searches of Llama found three plans, as two of them had not tested the simplest."""
     faster = [Plan.parse(f"bf16-mixed+regions.{'.'.join('0' * n)}=fp32") for n in range(1, 5)]
     slow = Plan.parse("bf16-master+ops.exp=fp32")
     places = {**{plan: 1.0 + 0.002 * place for place, plan in enumerate(faster)}, AUTOCAST: 1.04}
@@ -186,7 +188,7 @@ def test_what_is_far_behind_stays_out(searching: Callable[[Workload], Search]) -
 def test_the_fastest_lossless_plan_comes_to_the_final_though_it_is_far_behind(
     searching: Callable[[Workload], Search],
 ) -> None:
-    """Else nothing but fp32 as it is would be left where a plan is refused on fresh batches."""
+    """Otherwise, if the low plans are refused on fresh batches, only plain fp32 would be left."""
     lossless = Plan.parse("fp32+memory_format=channels_last")
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, REGION: 1.2, lossless: 1.5})
@@ -199,7 +201,7 @@ def test_as_many_come_to_the_final_as_there_is_time_to_start(
     others = [with_regions(count) for count in (1, 2, 3)]
     search = searching(workload(SlowWhenLow))
     contest = raced(search, {FP32: 2.0, AUTOCAST: 1.0, **dict(zip(others, (0.98, 0.96, 0.94), strict=True))})
-    assert room_in_final(search.context, contest) == 2  # a step takes two of sixty seconds
+    assert room_in_final(search.context, contest) == 2  # a step takes 2 s of a budget of 60 s
     assert likeliest(search.journal, contest, [FP32, AUTOCAST, *others], most=2) == [FP32, *others[1:]]
     assert (
         search.journal.fates[others[0]].reason
@@ -212,7 +214,7 @@ def test_as_many_come_to_the_final_as_there_is_time_to_start(
 def test_the_race_tells_those_of_one_storage_apart_sooner_than_two(
     searching: Callable[[Workload], Search],
 ) -> None:
-    """Masters and fp32 parameters are moved by some percent where each plan has a process of its own."""
+    """The speed of plans with masters relative to fp32 parameters shifts by some percent in separate processes."""
     master, behind, far = (
         Plan.preset("bf16-master"),
         Plan.parse("bf16-mixed+ops.exp=fp32"),
@@ -220,7 +222,7 @@ def test_the_race_tells_those_of_one_storage_apart_sooner_than_two(
     )
     places = {master: 1.0, AUTOCAST: 1.06, behind: 1.12, far: 1.09}
     contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, **places})
-    assert contest._survivors([FP32, *places]) == [FP32, *places]  # four rounds
+    assert contest._survivors([FP32, *places]) == [FP32, *places]  # after four rounds nobody leaves
     for entry in contest.entries.values():
         entry.times_s *= 2
     assert contest._survivors([FP32, *places]) == [FP32, master, AUTOCAST]

@@ -1,4 +1,4 @@
-"""Whether finalists step with the fused optimizer: by the time of its own part of a step, and for all of them alike."""
+"""The fused optimizer is used for all finalists or none, by the time of the optimizer's part of a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def deep() -> nn.Module:
-    """Its optimizer takes the better half of a step: 64 small tensors, an operator for each of its lines."""
+    """Return a model of 64 small tensors, with which the optimizer takes more than half of a step."""
     return nn.Sequential(nn.Linear(16, 4), *(nn.Linear(4, 4) for _ in range(30)), nn.Linear(4, 16))
 
 
@@ -90,8 +90,8 @@ def test_where_there_is_nothing_to_fuse_no_step_is_run(
         ([0.4] * 8, [0.2] * 8, True),
         ([0.4] * 8, [0.399] * 8, False),  # 0.25 % of the step
         ([0.4] * 8, [0.41] * 8, False),
-        ([0.4, 0.8] * 4, [0.4, 0.4, 0.8, 0.8] * 2, False),  # by luck, if at all
-        ([0.4], [0.2], False),  # of one round nobody knows
+        ([0.4, 0.8] * 4, [0.4, 0.4, 0.8, 0.8] * 2, False),  # the gain could be chance
+        ([0.4], [0.2], False),  # one round is not enough
         ([], [], False),  # it cannot run
     ],
 )
@@ -114,7 +114,7 @@ def test_what_is_saved_counts_where_it_is_known_to_be_a_hundredth_of_the_step(
 def test_rounds_go_on_until_they_decide(
     gain: float, saves: bool, at_least: int, at_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU whose steps took 14 ms, give or take 4, eight rounds did not see that fused steps took 12."""
+    """On a GPU with steps of 14 ± 4 ms, eight rounds could not show that fused steps took 12 ms."""
     noise = random.Random(0)
     laps = Lap(), Lap()
 
@@ -139,7 +139,7 @@ def test_rounds_go_on_until_they_decide(
 def test_a_part_that_took_longer_than_a_step_did_before_saves_no_more_than_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a busy machine it saved "136 % of the whole"."""
+    """Regression: on a busy machine the text claimed savings of 136 % of a step."""
     monkeypatch.setattr(Contest, "updates", lambda *_: (Lap([2.0] * 8), Lap([0.1] * 8)))
 
     def raced(search: Search) -> None:
@@ -151,7 +151,7 @@ def test_a_part_that_took_longer_than_a_step_did_before_saves_no_more_than_all(
 
 
 def test_no_round_of_two_optimizers_begins_far_beyond_their_time() -> None:
-    """The least rounds ran whatever they took: 26 s of a budget of 15."""
+    """Regression: the minimum of rounds ran regardless of time, 26 s of a budget of 15 s."""
     with Contest(DEEP, CPU) as contest:
         contest.run([], 1)
         given, other = contest.updates(FP32, FUSED, 8, 4, 0.0, 0.0)
@@ -181,7 +181,7 @@ def test_each_step_of_a_run_says_how_long_its_optimizer_took() -> None:
 def test_where_memory_runs_out_for_two_the_optimizer_stays_as_given(
     fused: bool, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what ran before stays in the race."""
+    """The plan that ran before stays in the race."""
     step = TrainingRun.run
 
     def run(self: TrainingRun, steps: int) -> None:
@@ -201,7 +201,7 @@ def test_where_memory_runs_out_for_two_the_optimizer_stays_as_given(
 
 
 def test_a_step_that_is_skipped_counts_as_any_other() -> None:
-    """An fp16 overflow steps no optimizer."""
+    """After an fp16 overflow the optimizer makes no step."""
     plan = Plan.parse("fp16-mixed+loss_scale.init=4294967296")
     fused = dataclasses.replace(plan, optimizer="fused")
     with Contest(DEEP, CPU) as contest:
@@ -280,7 +280,7 @@ def test_where_whole_steps_say_that_what_was_to_save_time_takes_more_fp32_stays_
 def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Finals of fp32 and its fused twin went on for a minute, and said now the one, now the other."""
+    """Regression: finals of fp32 and fused fp32 took a minute and chose either one at random."""
     monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
 
     monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04)
@@ -289,7 +289,7 @@ def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
     result = castwise.tune(DEEP, **asks)  # type: ignore[arg-type]
     assert str(result.plan) == str(FUSED)
     rows = {Plan.parse(row.plan): row for row in result.evidence.candidates}
-    assert rows[FUSED].rounds == 2 * 3  # two starts, since nothing was left to be decided
+    assert rows[FUSED].rounds == 2 * 3  # two starts, since nothing was undecided
     assert FUSED in rows
     assert FP32 in rows
     monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.0)

@@ -1,4 +1,4 @@
-"""What searches found before: offered for the same job, never for another."""
+"""Results of earlier searches are reused for the same job and never for another."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def test_the_same_job_is_answered_at_once_with_all_that_was_measured() -> None:
     assert tuned(fresh=True).evidence.notes == first.evidence.notes
 
 
-@pytest.mark.cpu  # whose work alone is on the host's heap
+@pytest.mark.cpu  # only work on a CPU uses the host's heap
 def test_an_answer_is_for_the_heap_that_it_was_found_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether freed memory goes back to the system decides whether a plan keeps it."""
+    """A plan keeps memory only if the heap returns freed memory to the system, so the heap's settings matter."""
     first = tuned()
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")
     assert not any("nothing was measured again" in note for note in tuned().evidence.notes)
@@ -123,7 +123,7 @@ def test_another_job_is_searched(what: str) -> None:
 def test_a_loss_that_draws_is_known_again() -> None:
     drawing = dataclasses.replace(JOB, loss=lambda model, batch: loss(model, batch) * (1.0 + random.random()))
     jobs = []
-    for seed in (1, 2):  # as processes start
+    for seed in (1, 2):  # processes start with different seeds
         random.seed(seed)
         jobs.append(job_of(drawing, CPU, SETTINGS))
     assert jobs[0] == jobs[1] is not None
@@ -216,7 +216,7 @@ def test_another_user_passes_over_what_this_one_wrote_and_roots_is_everybodys(
 
 
 def test_the_folder_is_this_users_alone(cache: Path) -> None:
-    """Also one that an earlier castwise made, by the umask; a link where the file is written is not followed."""
+    """A folder made with a loose umask is closed to others; a symbolic link at the file's path is not followed."""
     old = os.umask(0)
     try:
         cache.mkdir(parents=True)
@@ -235,7 +235,7 @@ def test_the_folder_is_this_users_alone(cache: Path) -> None:
 
 @pytest.mark.parametrize("what", ["plan", "evidence"])
 def test_an_answer_that_was_edited_is_as_if_it_were_not_there(cache: Path, what: str) -> None:
-    """Its plan and its evidence would name two different plans."""
+    """An edited entry is ignored, because its plan and its evidence name different plans."""
     job = job_of(JOB, CPU, SETTINGS)
     assert job is not None
     kept(job, SETTINGS)
@@ -250,7 +250,7 @@ def test_an_answer_that_was_edited_is_as_if_it_were_not_there(cache: Path, what:
 
 
 def kept(job: index.Job, asked: Settings, **found: Any) -> None:
-    """As a search with these settings keeps what it found."""
+    """Store a result as a search with these settings does."""
     made = make_evidence(settings=dataclasses.asdict(asked), **found)
     plan = Plan.preset("bf16-mixed")
     keep(job, CPU, plan, castwise.TuneResult(plan, made).to_dict())
@@ -323,7 +323,7 @@ def by_linear(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def by_switch(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Runs what a variable says: the same code."""
+    """Compute the loss in one of two ways, chosen by an environment variable."""
     out = model(batch[0])
     error = out - batch[1]
     return (error * error).mean() if os.environ.get("BY_HAND") else error.square().mean()
@@ -342,7 +342,7 @@ EDITS: dict[str, Callable[[pytest.MonkeyPatch], Workload]] = {
 
 
 class Own(torch.optim.Adam):
-    """As Adam, by another step."""
+    """Adam with a ``step`` of its own."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=1e-3)
@@ -382,7 +382,7 @@ def test_what_runs_counts_where_the_code_is_the_same(monkeypatch: pytest.MonkeyP
 
 
 def test_a_digest_of_code_is_the_same_in_another_process(tmp_path: Path) -> None:
-    """One compiles the file, the next reads what was compiled; sets have another order there."""
+    """The first process compiles the file, the second reads the bytecode; sets have another order there."""
     (tmp_path / "job.py").write_text(SCRIPT)
     with Home() as home:
         found = []

@@ -1,4 +1,4 @@
-"""Whether finalists keep memory: only where page faults cost anything, and then the fastest comes as it is; who else keeps it."""
+"""Finalists keep freed host memory only if page faults cost time; the race and single runs set it per plan."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mix
 needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not glibc")
 
 
-pytestmark = pytest.mark.cpu  # memory that is kept is the host's, of work on CPUs
+pytestmark = pytest.mark.cpu  # only host memory can be kept, which matters for work on CPUs
 
 
 class Wide(nn.Module):
-    """Makes tensors and drops them: blocks of 24 MiB, which may be kept."""
+    """A model that allocates and frees blocks of 24 MiB, which the heap can keep."""
 
     MIB = 24
 
@@ -53,7 +53,7 @@ class Wide(nn.Module):
 
 
 class Wider(Wide):
-    """Blocks of 40 MiB go back to the system all the same."""
+    """A model with blocks of 40 MiB, which always go back to the system."""
 
     MIB = 40
 
@@ -81,7 +81,7 @@ def test_page_faults_are_seen_in_a_process_of_the_plans_own_and_told() -> None:
     found = re.match(said, note)
     assert found, note
     given, kept = (int(number.replace(",", "")) for number in found.groups())
-    assert given > kept  # by how much is luck: one block that moves once is a thousand faults a step
+    assert given > kept  # the difference varies: one block that moves adds a thousand faults per step
     assert asked(workload()) == (False, [])
 
 
@@ -91,7 +91,7 @@ def test_page_faults_that_keeping_memory_does_not_spare_do_not_count() -> None:
 
 
 def lives(pipe: object, line: str) -> list[str]:
-    """Runs in a process of its own: what it does with its memory, before a run of a plan, in its block, and after."""
+    """Return this process's heap setting at four points: before a run, once built, in a block of steps, after."""
     plan = Plan.parse(line)
     belong_to(plan)
     seen = [HEAP.host_memory]
@@ -107,7 +107,7 @@ def lives(pipe: object, line: str) -> list[str]:
 @needs_glibc
 @pytest.mark.parametrize("line", ["fp32", "fp32+host_memory=keep"])
 def test_a_process_of_a_plans_own_keeps_memory_for_good(line: str) -> None:
-    """A block of steps would else begin with what the one before gave back."""
+    """Otherwise each block of steps would begin by faulting in the memory that the last one returned."""
     with Home() as home, contextlib.closing(home.start(lives, line)) as process:
         assert process.answer(60.0) == [Plan.parse(line).host_memory] * 4
 
@@ -132,7 +132,7 @@ def test_in_one_process_each_plan_keeps_its_own_blocks_alone() -> None:
 
 @needs_glibc
 def test_the_race_keeps_memory_whichever_plan_runs_and_the_final_does_not() -> None:
-    """Also where that has no other process to run in."""
+    """The final does not keep memory, even if it has to run in the same process."""
     seen: dict[str, set[str]] = {}
     stays = threading.Lock()
 
@@ -162,7 +162,7 @@ def broken(_model: nn.Module, _batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("why", ["device", "library", "process", "loss"])
 def test_where_it_cannot_be_known_nothing_is_kept(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The final says what a loss raises, and that a workload cannot leave this process."""
+    """Errors of the loss, and workloads that cannot run in another process, are reported by the final instead."""
     if why == "library":
         monkeypatch.setattr(keeping, "can_keep", lambda: False)
     job = Workload("wide", Wide, sgd, batches, broken) if why == "loss" else WIDE
@@ -176,7 +176,7 @@ def test_where_it_cannot_be_known_nothing_is_kept(why: str, monkeypatch: pytest.
 def test_one_process_whose_heap_has_no_holes_is_no_answer_however_short_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One of nine searches of 30 s of `gpt` gave 5 % away by that luck."""
+    """Regression: by chance, one of nine searches of `gpt` of 30 s each lost 5 % of speed."""
     given = iter([0.0, 9e4])
     monkeypatch.setattr(
         keeping,
@@ -216,7 +216,7 @@ def test_who_keeps_memory_does_not_race_itself_as_it_is() -> None:
 
 
 def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chosen() -> None:
-    """One-line autocast is always timed."""
+    """Autocast is timed even if its twin that keeps memory is the candidate."""
     times = [
         [[seconds * (1.0 + luck * (s - 1))] * 3 for s in range(3)]
         for seconds, luck in ((2.0, 0.0), (1.0, 0.05), (0.99, 0.0))

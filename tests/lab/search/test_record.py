@@ -1,4 +1,4 @@
-"""What the evidence says of a search, from a search whose findings are set by hand."""
+"""The evidence of a search, from a search with results set by hand."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_plan_that_was_shown_and_never_tested_is_not_rejected_for_being_as_fas
 
 
 def test_the_time_of_a_step_and_the_speed_tell_the_same() -> None:
-    """A plan that left early was timed while the machine was fast."""
+    """A plan that left early was timed while the machine was fast; its time is shown relative to the same starts."""
     search = searched()
     early, late = [0.5, 0.52, 0.54], [1.0, 1.04, 1.08]
     search.final = Final(
@@ -172,7 +172,7 @@ def test_the_record_says_what_the_plan_computes_in_and_the_lines_it_was_held_to(
 
 
 def test_where_memory_is_what_counts_it_is_what_speaks_against_a_plan() -> None:
-    """fp32's row said "as fast as the chosen plan" of one that was slower, and seven rows said nothing."""
+    """Regression: fp32's row said "as fast as the chosen plan", which was slower, and seven rows had no reason."""
     true, master = Plan.preset("bf16-true"), Plan.preset("bf16-master")
     search = Search(
         Context(
@@ -192,7 +192,7 @@ def test_where_memory_is_what_counts_it_is_what_speaks_against_a_plan() -> None:
 
 
 def test_a_plan_that_failed_in_a_later_start_of_the_final_is_no_tie() -> None:
-    """What failed after its first start had times, and was told as a plan that is as fast within the error."""
+    """Regression: a plan that failed after its first start was listed as equally fast within the error."""
     search = searched()
     search.parity[PLAN] = finding(0.001, "pass")
     search.final = Final([FP32, PLAN], times_s=[[[1.0] * 4, [1.01] * 4], [[1.0] * 4]], failed={PLAN})
@@ -205,7 +205,7 @@ def test_a_plan_that_failed_in_a_later_start_of_the_final_is_no_tie() -> None:
 
 @pytest.mark.parametrize("refused", ["bf16-mixed+optimizer=fused", "bf16-mixed+host_memory=keep"])
 def test_what_speaks_against_numerics_speaks_against_each_plan_of_them(refused: str) -> None:
-    """A second look refused the one plan, and its twin with another optimizer stayed sound."""
+    """Regression: the second look refused a plan, but its twin with another optimizer kernel stayed sound."""
     search = searched()
     search.parity[PLAN] = finding(5.0, "fail")
     search.final = Final([FP32, PLAN], times_s=[[[1.0] * 4, [1.01] * 4], [[1.0] * 4, [1.01] * 4]])
@@ -219,7 +219,7 @@ def test_what_speaks_against_numerics_speaks_against_each_plan_of_them(refused: 
 
 
 def test_a_round_that_ended_in_its_middle_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some had one time more than others, and all that was known was lost without a word."""
+    """Regression: if some plans had one time more than others, the whole record was lost silently."""
     search = searched()
     search.race = Contest(search.context.workload, torch.device(DEVICE))
     other = Plan.preset("bf16-master")

@@ -1,4 +1,4 @@
-"""Parts: the regions that a search decides about, and the plans made of them."""
+"""Parts: the regions that a search decides on, and the plans built from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.here import DEVICE
 
 
 class Gate(nn.Module):
-    """Computes something itself, beside its children."""
+    """A module that computes something itself, besides calling its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Gate(nn.Module):
 
 
 class Block(nn.Module):
-    """Only adds what its children make."""
+    """A module that only adds its children's results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def parts_of(model: nn.Module) -> tuple[Part, ...]:
 
 
 def formats_seen(model: nn.Module, plan: Plan) -> dict[str, torch.dtype]:
-    """Dtype of what each module returns inside a prepared model."""
+    """Return the output dtype of each module of a prepared model."""
     seen: dict[str, torch.dtype] = {}
     for name, module in model.named_modules():
 
@@ -107,7 +107,7 @@ def test_what_is_kept_runs_wide_and_nothing_else_does() -> None:
     seen = formats_seen(Model(), exempt(Plan.preset("bf16-mixed"), parts, ["tail.0"]))
     assert seen["blocks.0.gate.left"] is torch.bfloat16
     seen = formats_seen(Model(), exempt(Plan.preset("bf16-mixed"), parts, ["blocks.*.gate"]))
-    assert seen["blocks.2.gate.left"] is torch.bfloat16  # given back: what the gate computes itself is kept
+    assert seen["blocks.2.gate.left"] is torch.bfloat16  # only the gate's own operators are kept in fp32
     only_left = only(Plan.preset("bf16-mixed"), parts, ["blocks.*.gate.left"])
     seen = formats_seen(Model(), only_left)
     assert only_left.compute == "fp32"
@@ -131,7 +131,10 @@ def test_units_decided_alike_are_written_as_one_region() -> None:
 def test_containers_hold_all_or_nothing_of_every_part() -> None:
     parts = {part.pattern: [container.pattern for container in part.around] for part in parts_of(Model())}
     assert parts["blocks.*.norm"] == ["blocks.*"]
-    assert parts["blocks.*.gate"] == ["blocks.*.gate", "blocks.*"]  # itself, with what lies in it
+    assert parts["blocks.*.gate"] == [
+        "blocks.*.gate",
+        "blocks.*",
+    ]  # the gate with its children is a container
     assert parts["tail.0"] == ["tail"]
     model = Model(2)
 
@@ -139,7 +142,7 @@ def test_containers_hold_all_or_nothing_of_every_part() -> None:
         model.blocks[1].gate(model.blocks[1].norm(model.blocks[0](torch.randn(4, 8))))
 
     parts = {part.pattern: [c.pattern for c in part.around] for part in find_parts(model, forward)}
-    assert parts["blocks.*.norm"] == []  # one part, of which the only block that is called holds half
+    assert parts["blocks.*.norm"] == []  # the one block that is called holds only half of this part
     assert parts["blocks.*.gate.left"] == ["blocks.*.gate"]
 
 

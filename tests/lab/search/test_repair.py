@@ -1,4 +1,4 @@
-"""A fragile place is found among many regions, and sound ones stay low."""
+"""Repair finds a fragile module among many regions and keeps the sound ones in low precision."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.soak import SOAKING, every
 
 
 class Offset(nn.Module):
-    """Loses its input beside a large number."""
+    """The identity, computed by adding and subtracting 1000; a low format loses the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + 1000.0) - 1000.0
 
 
 class Shift(nn.Module):
-    """Adds a number, beside which a low format loses the input."""
+    """The input plus a number so large that a low format loses the input."""
 
     def __init__(self, by: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Shift(nn.Module):
 
 
 class Cast(nn.Module):
-    """Goes into the format of the operators around it, as code written for torch.autocast does."""
+    """A cast to autocast's dtype, as in code written for torch.autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         low = torch.is_autocast_enabled(DEVICE)
@@ -52,7 +52,7 @@ class Cast(nn.Module):
 
 
 class Glue(nn.Module):
-    """Shifts by hand between layers that lose nothing by themselves."""
+    """A shift in the module's own forward, between two sound layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Glue(nn.Module):
 
 
 class Reverse(torch.autograd.Function):
-    """The identity, whose gradients are weighed."""
+    """The identity, with gradients multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -78,14 +78,14 @@ class Reverse(torch.autograd.Function):
 
 
 class Weighed(nn.Module):
-    """Weighs gradients down, below what fp16 holds, and up again; forward it moves values alone."""
+    """The identity; its backward pass scales gradients below fp16's range and back."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Reverse.apply(Reverse.apply(x, 1e13), 1e-13)  # type: ignore[no-any-return]
 
 
 class NoKernel(nn.Module):
-    """Runs in fp32 alone: torch has no such operator for a low format."""
+    """A module that runs only in fp32, since torch lacks airy_ai in low formats."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0 * torch.special.airy_ai(x.detach()).sum()
@@ -105,7 +105,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Block(nn.Module):
-    """A residual branch; deep stacks of them train."""
+    """A residual block, so that deep stacks can be trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_the_chosen_plan_is_verified_on_as_many_fresh_batches_as_it_takes_to_pas
     assert result.verdict == "pass"
     assert result.microbatches == LEAST - 8
     assert passes - found.left() == 2 * (LEAST - 8)
-    assert found.verify(Plan.preset("bf16-master")).microbatches >= LEAST  # it was not seen before
+    assert found.verify(Plan.preset("bf16-master")).microbatches >= LEAST  # this plan was not tested before
 
 
 def test_more_is_drawn_where_the_verdict_hangs_on_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_more_is_drawn_where_the_verdict_hangs_on_the_interval(monkeypatch: pyte
     seen = search(model(2)).find(plan)
     assert seen.adam is not None
     monkeypatch.setattr("castwise.lab.parity.verdicts.PASS", 1.0)
-    line = (seen.adam.value + seen.adam.high) / 2  # in the upper part of its interval
+    line = (seen.adam.value + seen.adam.high) / 2  # a limit in the upper half of the interval
     monkeypatch.setattr("castwise.lab.parity.verdicts.ADAM_PASS", line)
     found = search(model(2))
     assert found.find(plan).microbatches > 8

@@ -1,4 +1,4 @@
-"""A search for the fastest plan whose fastest fails the parity test, and is repaired."""
+"""A search in which the fastest plan fails the parity test and is repaired."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 
 
 class SlowInFP32(nn.Module):
-    """Takes its time over fp32."""
+    """A module that takes 10 ms for fp32 inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype is torch.float32:
@@ -68,7 +68,7 @@ def test_a_plan_that_was_repaired_is_weighed_too() -> None:
 def test_numerics_that_were_refused_are_not_tested_again_for_their_like(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fused or not, gradients are the same."""
+    """Gradients do not depend on the fused optimizer."""
     asked: list[Plan] = []
 
     def fails(self: NumericsSearch, plan: Plan) -> ParityResult:

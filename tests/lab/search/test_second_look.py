@@ -1,4 +1,4 @@
-"""The plan is looked at once more after some steps: weights that have trained differ from fresh ones."""
+"""The chosen plan is tested again after some training steps, since trained weights differ from initial ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINED = Verification(58, 8, 0.1, 0.2, 0.0106, 0.0005, "not worse")
 
 
 class Shifted(nn.Module):
-    """Exact in fp32 whatever the bias; a low output has no bits left for its inputs once the bias is large."""
+    """A linear layer minus its bias: exact in fp32, but a low format loses the output once the bias is large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def batches(seed: int) -> Iterator[Tensor]:
 
 
 def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Moves the bias by thousands, by a gradient that is lost beside the others."""
+    """Return SGD that moves the bias by thousands although its gradient is negligible beside the others."""
     weight, bias, *last = params
     return torch.optim.SGD([{"params": [bias], "lr": 1e8}, {"params": [weight, *last]}], lr=1e-2)
 
@@ -70,7 +70,7 @@ def test_what_trained_weights_break_is_repaired_and_nothing_that_was_known_of_th
     assert search.choice.verified is not None
     assert search.choice.verified.verdict == "pass"
     assert set(search.choice.kept) == {"shifted"}
-    assert search.choice.verification is None  # those were runs of another plan
+    assert search.choice.verification is None  # the runs were of the plan before the repair
     assert search.journal.refusal(AUTOCAST).startswith("after 4 steps: ")
     assert "pass" in search.journal.notes[-1]
 

@@ -1,4 +1,4 @@
-"""Plans in doubt: which of them training runs decide, and what becomes of them."""
+"""Doubtful plans: which of them are decided by training runs, and with which result."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_batches_that_end_start_again_in_long_stages(search: Search) -> None:
 
 
 def test_what_is_sure_to_lose_by_training_is_trained_half_as_long(search: Search) -> None:
-    """Were all pairs that are left equal, it would still not be shown that it is not worse."""
+    """Training stops early if even equal losses in the remaining pairs could not show that the plan is not worse."""
     same = [1.0, 2.0, 1.5, 1.2]
     worse = [loss + more for loss, more in zip(same, (0.01, 0.012, 0.011, 0.009), strict=True)]
     assert is_hopeless(same, worse, 8, margin=0.0090)
@@ -94,7 +94,7 @@ def test_what_is_sure_to_lose_by_training_is_trained_half_as_long(search: Search
 
 @pytest.mark.parametrize("rival", [AUTOCAST, Plan.parse("fp32+memory_format=channels_last")])
 def test_doubt_has_to_be_worth_something(search: Search, rival: Plan) -> None:
-    """What is sound, or computes in fp32, is as fast in the race."""
+    """A sound plan, or one in fp32, is as fast in the race, so training runs would gain nothing."""
     assert not clear(search, {FP32: 0.002, LIKE_FP32: 0.001, rival: 0.00102}, [FP32, rival], [LIKE_FP32])
     assert noted(search) == {
         LIKE_FP32: "damage 0.11; it had no training runs, since in the race it was not 3 % faster than "
@@ -104,7 +104,7 @@ def test_doubt_has_to_be_worth_something(search: Search, rival: Plan) -> None:
 
 
 def test_plans_of_one_numerics_are_trained_once_and_cleared_together(search: Search) -> None:
-    """Also one that alone would not be worth it: what training says holds for both memory formats."""
+    """Training decides for both memory formats, even for a plan that alone would not justify the runs."""
     other = dataclasses.replace(LIKE_FP32, memory_format="channels_last")
     times_s = {FP32: 0.002, LIKE_FP32: 0.001, other: 0.00199}
     assert clear(search, times_s, [FP32], [other, LIKE_FP32]) == [LIKE_FP32, other]
@@ -120,7 +120,7 @@ def test_plans_of_one_numerics_are_refused_together(search: Search) -> None:
 
 
 def test_a_plan_is_compared_with_one_that_it_shared_no_round_with(search: Search) -> None:
-    """One that was repaired is timed after the race, beside fp32 alone."""
+    """A repaired plan is timed after the race, with fp32 only."""
     contest = raced(search, {FP32: 0.002, LIKE_FP32: 0.001, REPAIRED: 0.0019})
     contest.entries[FP32].times_s += [0.002] * 2
     contest.entries[LIKE_FP32].times_s += [None] * 2
@@ -146,7 +146,7 @@ def test_what_is_no_faster_than_one_that_was_cleared_is_not_trained(search: Sear
 def test_without_the_time_for_training_runs_a_plan_stays_in_doubt_and_that_is_said(
     search: Search,
 ) -> None:
-    """Whether steps were asked for or not."""
+    """This holds with and without ``verify_steps``."""
     for steps in (0, 40):
         settings = dataclasses.replace(search.context.settings, verify_steps=steps)
         search.context = dataclasses.replace(search.context, settings=settings)
@@ -198,7 +198,7 @@ def test_a_fate_says_in_which_stage_it_was_decided(search: Search) -> None:
     assert [search.journal.fates[plan].stage for plan in (AUTOCAST, other, FP32)] == ["costs", "final", ""]
     search.journal.refuse(AUTOCAST, "damage 0.3")
     search.journal.decide(AUTOCAST, Fate("spared", "as good"))
-    assert search.journal.refusal(AUTOCAST) == "damage 0.3"  # it stays
+    assert search.journal.refusal(AUTOCAST) == "damage 0.3"  # a refusal is final
 
 
 def test_refused_plans_alone_do_not_say_that_all_else_is_slower(search: Search) -> None:

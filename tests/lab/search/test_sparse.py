@@ -1,4 +1,4 @@
-"""Sparse gradients: of ``nn.Embedding(sparse=True)``, alone and beside dense ones, in every command that measures."""
+"""Sparse gradients of ``nn.Embedding(sparse=True)``, alone and beside dense ones, in every command that measures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.sparse
 
 
 class Bags(nn.Module):
-    """Sparse gradients alone."""
+    """A model with sparse gradients only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Bags(nn.Module):
 
 
 class Both(nn.Module):
-    """Sparse and dense ones."""
+    """A model with sparse and dense gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def made(case: tuple[type[nn.Module], Make]) -> Workload:
 @each
 def test_parity_and_the_updates_that_are_lost(case: tuple[type[nn.Module], Make]) -> None:
     model = case[0]()
-    loss(model, next(batches(1))).backward()  # it may come in the middle of an accumulation
+    loss(model, next(batches(1))).backward()  # parity may be called during gradient accumulation
     before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     for plan in ("bf16-mixed", "bf16-master"):
         assert castwise.parity(model, loss, batches, plan, optimizer=case[1])
@@ -85,7 +85,7 @@ def test_parity_and_the_updates_that_are_lost(case: tuple[type[nn.Module], Make]
         assert left.layout is gradient.layout
         parts = (
             ("_indices", "_values") if gradient.is_sparse else ("to_dense",)
-        )  # a sum differs by its order on a GPU
+        )  # to_dense() sums in any order on a GPU
         assert all(torch.equal(getattr(left, part)(), getattr(gradient, part)()) for part in parts)
 
 
@@ -149,5 +149,5 @@ def test_no_fused_kernel_is_offered_for_sparse_gradients() -> None:
     with castwise.Amp("fp32+optimizer=fused", device=DEVICE) as amp:
         model, optimizer = amp.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         amp.backward(loss(model, next(batches(0))))
-        with pytest.raises(RuntimeError, match="_fused_sgd` does not support sparse"):  # as torch has it
+        with pytest.raises(RuntimeError, match="_fused_sgd` does not support sparse"):  # torch's own error
             amp.step(optimizer)

@@ -74,7 +74,7 @@ def test_a_learning_rate_of_zero_shows_nothing() -> None:
     assert "whose learning rate is above 0" in true_row(result).reason
 
 
-@pytest.mark.cpu  # whose kernel is the one
+@pytest.mark.cpu  # only the CPU kernel has this fault
 def test_sgd_is_not_fused_where_its_kernel_leaves_low_parameters_unchanged() -> None:
     def plans(make: Make) -> list[Plan]:
         found, _ = whole_step_plans(

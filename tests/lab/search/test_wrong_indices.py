@@ -1,4 +1,4 @@
-"""The search keeps a module in fp32 whose integers a low format changes."""
+"""The search keeps a module in fp32 if a low format changes its integer results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import castwise
 
 
 class Positions(nn.Module):
-    """Adds rows of a fixed table by positions counted in the format of the features."""
+    """Position embeddings from a fixed table, with the positions counted in the format of the input."""
 
     def __init__(self) -> None:
         super().__init__()

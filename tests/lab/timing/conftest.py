@@ -1,4 +1,4 @@
-"""Shared by the tests of measurement."""
+"""Fixtures of the timing tests."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny() -> str:
-    """Path of the tiny workloads, for ``f"{tiny}:mlp"``."""
+    """Return the path of the tiny workloads, for ``f"{tiny}:mlp"``."""
     return str(Path(__file__).parents[2] / "commands" / "jobs" / "tiny_workloads.py")

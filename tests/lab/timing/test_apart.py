@@ -1,4 +1,4 @@
-"""Trainings in processes of their own."""
+"""Training runs in separate processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def workload(loss: object = None, model: object = None) -> Workload:
-    """Of lambdas and functions of a test, as a script's own."""
+    """Return a workload of lambdas and local functions, like one defined in a script."""
     return Workload(
         name="lambdas", model=model or (lambda: nn.Linear(4, 1)), optimizer=sgd, batches=batches,
         loss=loss or (lambda module, batch: module(batch).square().mean()),
@@ -115,7 +115,7 @@ def test_an_exception_there_is_an_exception_here_and_leaves_the_others_alone(hom
 
 
 class Awkward(Exception):
-    """Pickles, and cannot be made again."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -229,11 +229,11 @@ def test_times_are_seconds_per_step_without_the_pause_before_a_block(home: Home)
 
 
 def test_nobody_takes_a_step_while_others_build(home: Home, tmp_path: Path) -> None:
-    """The size of a block would be told by a step that they slowed."""
+    """Otherwise the number of steps in a block would follow from a step slowed by the others."""
     begin, folder = time.monotonic(), str(tmp_path)
 
     def model() -> nn.Module:
-        for number in range(1, 4):  # who comes first builds in the least time
+        for number in range(1, 4):  # the first process builds in the shortest time
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(folder, str(number)))
                 time.sleep(0.4 * number)
@@ -248,7 +248,7 @@ def test_nobody_takes_a_step_while_others_build(home: Home, tmp_path: Path) -> N
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs: neither gone nor a zombie that nobody has asked for."""
+    """Return True if a process is running, that is, neither gone nor a zombie."""
     status = Path(f"/proc/{pid}/stat")
     try:
         return status.read_text().split()[2] != "Z"
@@ -266,12 +266,12 @@ def ended(pids: Iterable[int], within_s: float = 10.0) -> bool:
 
 
 def told(folder: Path) -> list[int]:
-    """Ids of processes, as :class:`Hangs` notes them."""
+    """Return the process ids that :class:`Hangs` recorded."""
     return [int(name) for name in os.listdir(folder)]
 
 
 class Hangs:
-    """A model that hangs under some plans, or all, with a process that it has started, as it is built or in a step."""
+    """A model that starts a child process and then hangs, while being built or in a step, under all or low plans."""
 
     def __init__(self, folder: Path, where: str, low_alone: bool = False) -> None:
         self.folder, self.where, self.low_alone = str(folder), where, low_alone
@@ -302,7 +302,7 @@ HANGS_AT = pytest.mark.parametrize("where", ["building", "a step"])
 def test_what_an_interrupt_finds_at_work_ends_at_once_with_what_it_started(
     where: str, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that hung as it was built, or in a step, hung the search for ever, the interrupted one too, or stayed behind."""
+    """Regression: a model that hung blocked the search, even when interrupted, or its process stayed behind."""
     hangs = Hangs(tmp_path, where)
 
     def interrupted(_timeout_s: float) -> bool:
@@ -326,11 +326,11 @@ def test_what_an_interrupt_finds_at_work_ends_at_once_with_what_it_started(
 @needs_proc
 @HANGS_AT
 def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str, tmp_path: Path) -> None:
-    """Of four that hang each had its own wait: how long an answer may take counts from when it was asked for."""
+    """The time limit of an answer counts from its request, so four hanging processes share one wait."""
     hangs = Hangs(tmp_path, where)
     with Home() as home:
         other = SeparateRun(home, portable(workload()), PRESETS["fp32"], CPU, 0)
-        other.warm_up()  # the home is up
+        other.warm_up()  # the process that forks the others is running
         home.patience_s = 2.0
         begin = time.monotonic()
         found = race_apart(
@@ -345,7 +345,7 @@ def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str,
         race_apart(home, portable(workload(hangs.loss, hangs)), plans, CPU, rounds=1)
         assert (
             time.monotonic() - begin < 4.0
-        )  # the others may hang for the same reason, and a step is asked of one after another
+        )  # after one has hung, the others get less time; steps are requested in turn
         home.patience_s = 60.0
         other.steps(1)
         other.close()
@@ -356,7 +356,7 @@ def test_what_hangs_is_waited_for_once_and_ends_with_what_it_started(where: str,
 
 @needs_proc
 def test_who_hangs_loses_its_place_and_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "HURRY", 0.9)  # a step of the other may be slow beside other tests
+    monkeypatch.setattr(processes, "HURRY", 0.9)  # the healthy plan's step may be slow while other tests run
     hangs = Hangs(tmp_path, "a step", low_alone=True)
     with Home() as home:
         home.patience_s = 5.0
@@ -378,7 +378,7 @@ def test_a_budget_without_an_end_waits_without_one() -> None:
 
 
 def test_a_home_that_is_left_before_it_is_up_leaves_nothing(tmp_path: Path) -> None:
-    """As an interrupt in the first second of a final leaves it."""
+    """An interrupt in the first second of a final leaves it in this state."""
     hangs = Hangs(tmp_path, "building")
     begin = time.monotonic()
     with Home() as home:

@@ -1,4 +1,4 @@
-"""The record of what a result was measured on."""
+"""The record of the environment in which a result was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which errors say that a plan cannot run, by errors that torch raises here, and by words of devices that are not here."""
+"""Errors that mean a plan cannot run: those raised by torch here, and messages reported for other devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF = LOW.half()
 WIDE = torch.ones(2, 2)
 AT = torch.zeros(2, 2, dtype=torch.long)
 LACKING: dict[str, Callable[[], object]] = {
-    # an operator without a low kernel
+    # operators without a kernel for low formats
     "airy_ai": lambda: torch.special.airy_ai(LOW),
     "solve": lambda: torch.linalg.solve(LOW, LOW),
     "svd": lambda: torch.linalg.svd(HALF),
@@ -38,7 +38,7 @@ LACKING: dict[str, Callable[[], object]] = {
     "view_as_complex": lambda: torch.view_as_complex(LOW),
     "numpy": lambda: LOW.numpy(),
     "another backend's": lambda: WIDE.to_mkldnn() @ WIDE,
-    # two dtypes that meet
+    # operands of different dtypes
     "mm": lambda: torch.mm(LOW, WIDE),
     "addmm": lambda: torch.addmm(WIDE, LOW, LOW),
     "bmm": lambda: torch.bmm(LOW[None], WIDE[None]),
@@ -71,7 +71,7 @@ LACKING: dict[str, Callable[[], object]] = {
     "binary_cross_entropy": lambda: functional.binary_cross_entropy(LOW, WIDE),
     "allclose": lambda: torch.allclose(LOW, WIDE),
     "a gradient": lambda: setattr(nn.Parameter(WIDE), "grad", LOW),
-    # a number that a dtype does not hold
+    # numbers out of a dtype's range
     "masked_fill": lambda: HALF.masked_fill(WIDE > 0, -1e9),
     "full": lambda: torch.full((2,), 1e6, dtype=torch.float16),
 }
@@ -100,7 +100,7 @@ ELSEWHERE = [
     # lucidrains/denoising-diffusion-pytorch/issues/239, unslothai/unsloth/issues/827
     RuntimeError("No available kernel. Aborting execution."),
     RuntimeError("FlashAttention only support fp16 and bf16 data type"),
-    # intel/torch-xpu-ops/issues/1612; on a CPU an LSTM in fp16 without castwise's rule
+    # intel/torch-xpu-ops/issues/1612; also an LSTM in fp16 on a CPU without castwise's rule
     RuntimeError("could not create a primitive descriptor for the matmul primitive"),
     # pytorch/pytorch/issues/104191 and 122602, oobabooga/textgen/issues/5216
     TypeError("Trying to convert BFloat16 to the MPS backend but it does not have support for that dtype."),
@@ -133,7 +133,7 @@ def test_no_memory() -> None:
 
 
 class Checked(nn.Module):
-    """Complains by hand."""
+    """A module that raises a given error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "another device": lambda: torch.ones(2, device="meta") + WIDE[0],
     "an operator for booleans": lambda: (WIDE > 0) - (WIDE > 0),
     "a file": Path("/no/such/file").read_text,
-    # checks of a model's own, of its numbers among them
+    # errors of a model's own checks, for example of its values
     "distribution": lambda: torch.distributions.Categorical(logits=torch.full((2,), math.nan), validate_args=True),
     "domain": lambda: math.sqrt(-1.0),
     "overflow": lambda: math.exp(1e4),

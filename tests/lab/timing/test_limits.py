@@ -1,4 +1,4 @@
-"""Where a step's time goes, for steps whose limits are known."""
+"""The analysis of a step's time, on steps with known limits."""
 
 import time
 

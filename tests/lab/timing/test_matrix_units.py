@@ -1,4 +1,4 @@
-"""Matrix units from the text of cpuinfo and from capabilities."""
+"""Detection of matrix units from the text of cpuinfo and from CUDA capabilities."""
 
 import pytest
 import torch

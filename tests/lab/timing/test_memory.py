@@ -1,4 +1,4 @@
-"""Memory, against counts made by hand."""
+"""Memory, compared with counts made by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_saved_storages_are_counted_once_and_weights_not_at_all() -> None:
     inputs = torch.randn(32, 8)
     with count_saved_bytes(model) as saved:
         model(inputs).sum()
-    # the input for the first weight; the relu's output, which both relu and the second layer keep
+    # the input, for the first weight; and ReLU's output, which ReLU and the second layer share
     assert saved.total_bytes == 4 * (32 * 8 + 32 * 16)
 
 
@@ -34,7 +34,7 @@ def test_saved_storages_of_views_are_one() -> None:
     inputs = torch.randn(6, 6, requires_grad=True)
     with count_saved_bytes(nn.Identity()) as saved:
         ((inputs[:3] * inputs[3:]) * inputs.t()[:3]).sum()
-    # all of inputs, whichever view of it, and the first product
+    # the whole of inputs once, for all its views, and the first product
     assert saved.total_bytes == 4 * (36 + 18)
 
 
@@ -50,10 +50,8 @@ def test_peak_is_exact_and_repeats_to_the_byte(tiny: str) -> None:
     peaks = {peak_bytes(lambda: InferenceRun(workload, FP32, CPU), CPU) for _ in range(3)}
     weights = 4 * (8 * 16 + 16 + 16 + 1)
     inputs, hidden = 4 * 32 * 8, 4 * 32 * 16
-    states = (
-        2 * torch.get_rng_state().nbytes
-    )  # the runner's own: torch's random numbers, its and those outside
-    # at its height the call holds weights, the input, the hidden layer before and after the relu
+    states = 2 * torch.get_rng_state().nbytes  # two random states of torch that the runner holds
+    # at its peak the call holds the weights, the input, and the hidden layer before and after ReLU
     assert peaks == {weights + inputs + 2 * hidden + states}
 
 
@@ -82,7 +80,7 @@ def test_an_earlier_peak_in_the_same_process_does_not_leak_into_the_next(tiny: s
 
 @pytest.fixture(scope="module")
 def one(tiny: str) -> Memory:
-    """What a process of its own measured."""
+    """Return the memory measured in a separate process."""
     return measure_memory(f"{tiny}:mlp", FP32, CPU)
 
 
@@ -116,7 +114,7 @@ def test_a_workload_that_cannot_be_sent_is_measured_in_a_fork(tiny: str, one: Me
 def test_the_other_process_is_no_rank_of_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
 ) -> None:
-    """Code that joins a process group where torchrun's environment is set would wait for it forever."""
+    """Code that joins a process group if torchrun's variables are set would wait forever."""
     code = "\nimport os\nassert not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'TORCHELASTIC_RUN_ID'} & set(os.environ)\n"
     (tmp_path / "careful.py").write_text(Path(tiny).read_text() + code)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
@@ -138,5 +136,5 @@ def test_peak_on_a_gpu_is_that_of_its_allocator(tiny: str) -> None:
         measure_memory(f"{tiny}:{name}", FP32, torch.device("cuda")) for name in ("plain", "hoarder")
     )
     assert plain.method == "max_memory_allocated"
-    # the hoarder's tensor lies on the CPU
+    # the hoarder's tensor is on the CPU
     assert plain.training_peak_bytes == hoarder.training_peak_bytes > plain.inference_peak_bytes > 0

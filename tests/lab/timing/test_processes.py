@@ -1,4 +1,4 @@
-"""What a process that measures has of the one that asks for it, and workloads that do not run there."""
+"""Measuring processes take over the caller's settings; workloads that cannot run there are reported."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def own_settings() -> Iterator[dict[str, Any]]:
     yield before
     put_settings(before)
     assert settings() == before
-    assert torch.backends.cudnn.allow_tf32 is True  # which can be read again, as torch.export does
+    assert torch.backends.cudnn.allow_tf32 is True  # still readable; torch.export reads it
 
 
 def there(_pipe: Connection) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def address(_pipe: Connection) -> int:
 
 
 def test_processes_that_are_forked_have_heaps_of_their_own(home: Home) -> None:
-    """How a heap lies moves the time of a step: what starts have in common their spread would not show."""
+    """The heap's layout affects the time of a step; if all starts shared it, their spread would not show this."""
     found = set()
     for _ in range(4):
         process = home.start(address)
@@ -113,15 +113,15 @@ def test_an_error_that_a_pipe_could_have_raised_is_told_like_any_other(
 
 
 def test_every_flag_of_torchs_backends_is_a_setting() -> None:
-    """A flag that a release adds has to be among the settings, or here."""
+    """A flag added by a new torch release must be added to the settings or to ``known`` below."""
     owners = {
         "cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn, "opt_einsum": torch.backends.opt_einsum,
         "quantized": torch.backends.quantized,
     }  # fmt: skip
     known = {
-        "cudnn.allow_tf32",  # an older name of its fp32_precision
-        "cudnn.depthwise_kernel",  # that torch.backends.cudnn does not promise
-        "mkldnn.fp32_precision",  # reads oneDNN's and sets everyone's
+        "cudnn.allow_tf32",  # an older name of cudnn's fp32_precision
+        "cudnn.depthwise_kernel",  # undocumented in torch.backends.cudnn
+        "mkldnn.fp32_precision",  # reads oneDNN's value but sets all backends
         *settings(),
     }
     flags = {
@@ -134,11 +134,11 @@ def test_every_flag_of_torchs_backends_is_a_setting() -> None:
     assert {flag for flag in flags if flag not in known and not flag.endswith("_engine")} == set()
 
 
-# --- workloads that do not run there --------------------------------------------------------------------------
+# --- workloads that do not run in another process -------------------------------------------------------------
 
 
 class Awkward(Exception):
-    """Pickles, and cannot be made again."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -182,7 +182,7 @@ def test_what_cannot_be_made_again_there_is_measured_here(
 def test_import_paths_that_are_no_strings_do_not_end_the_processes(
     forks: bool, one_home: Callable[[Home], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each an interpreter, or a fork of one, neither of which has imported what the tests' own have."""
+    """Both fresh interpreters and forks start, with none of the tests' imports."""
     monkeypatch.setattr(processes, "FORKS", forks)
     monkeypatch.setattr(Home, "line", one_home)
     monkeypatch.setattr(sys, "path", [pathlib.Path("/tmp"), *sys.path])
@@ -308,7 +308,7 @@ def test_a_home_that_cannot_begin_says_so_when_it_is_asked(monkeypatch: pytest.M
 def test_a_home_ends_though_what_was_forked_meanwhile_has_a_copy_of_its_line(
     one_home: Callable[[Home], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers that load data outlive a search, and made it wait five seconds for its home."""
+    """Regression: data-loading workers outlived a search and made it wait five seconds for its home process."""
     monkeypatch.setattr(Home, "line", one_home)
     monkeypatch.setattr(processes, "_end", _end)
     with Home() as home:
@@ -323,7 +323,7 @@ def test_a_home_ends_though_what_was_forked_meanwhile_has_a_copy_of_its_line(
 
 
 def test_a_home_that_does_not_do_what_is_asked_ends_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the accelerator of the process that asks cannot be used by a second one."""
+    """This happens, for example, if a second process cannot use the accelerator."""
 
     def fails(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -338,13 +338,13 @@ def test_a_home_that_nothing_was_asked_of_ends_at_once() -> None:
     begin = time.monotonic()
     with Home() as home:
         home.begin()
-    assert time.monotonic() - begin < 2.0  # its interpreter imports torch for longer
+    assert time.monotonic() - begin < 2.0  # shorter than its import of torch
 
 
 def test_what_is_imported_once_meets_what_it_would_meet_in_a_process_of_its_own(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, own_settings: dict[str, Any]
 ) -> None:
-    """Children that it starts tell how they end, and torch's settings are those of the process that asks."""
+    """Exit codes of child processes are available, and torch's settings are the caller's."""
     monkeypatch.syspath_prepend(str(tmp_path))
     asks = "import subprocess, torch\nassert subprocess.call(['false']) == 1\nassert torch.get_default_dtype() is torch.float64\n"
     (tmp_path / "asks.py").write_text(asks, encoding="utf-8")

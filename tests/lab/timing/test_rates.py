@@ -1,4 +1,4 @@
-"""Rates: operations by torch's own count, grades on given intervals."""
+"""Rates: counts of operations checked against torch's, and grades of given intervals."""
 
 import math
 
@@ -41,7 +41,7 @@ def rate(kernel, speedup=None, *, grade=None, name="bf16", **rest):
 @pytest.mark.parametrize("kernel", kernels("cpu", small=True), ids=lambda kernel: kernel.name)
 def test_a_multiplication_and_an_addition_are_two_operations(kernel):
     out = kernel.on(CPU, torch.float32)()
-    terms = math.prod(kernel.inputs[1][1:]) if out.dim() == 4 else kernel.inputs[0][1]  # of each sum
+    terms = math.prod(kernel.inputs[1][1:]) if out.dim() == 4 else kernel.inputs[0][1]  # terms of each sum
     assert kernel.flops == 2 * out.numel() * terms
 
 
@@ -133,7 +133,7 @@ def test_settings_are_in_force_while_a_loop_runs_and_restored_after_it():
 
 def test_a_hopeless_format_and_one_that_fails_never_reach_full_size():
     def call(left, right):
-        if left.dtype == torch.float16:  # some 100 times the work
+        if left.dtype == torch.float16:  # about 100 times the work
             for _ in range(100):
                 left @ right
         if left.dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""Statistics of times, against known distributions and against faults they must catch."""
+"""Statistics of times, on known distributions and on planted faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_summary_of_known_numbers_and_against_an_outlier() -> None:
 
 
 def _machine(n: int, seed: int, baseline_s: float, candidate_s: float) -> tuple[list[float], list[float]]:
-    """Times on a machine that drifts threefold over the run and has a long right tail."""
+    """Draw times on a machine whose speed drifts threefold, with a long right tail."""
     draw = random.Random(seed)
     drift = [1.0 + 2.0 * index / n for index in range(n)]
     return (
@@ -43,7 +43,7 @@ def test_interval_covers_the_truth_as_often_as_it_says(n: int) -> None:
     for seed in range(runs):
         ratio = paired_speedup(*_machine(n, seed, 2.0, 1.0), resamples=200)
         hits += ratio.low <= 2.0 <= ratio.high
-    # 200 draws of a 95 % interval: fewer than 184 hits has a probability of about 2 %
+    # With 200 intervals at 95 %, fewer than 184 hits have a probability of about 2 %.
     assert hits >= 184
 
 
@@ -51,7 +51,7 @@ def test_pairs_see_through_a_drift_that_hides_the_difference_from_unpaired_times
     baseline, candidate = _machine(12, 3, 1.1, 1.0)
     ratio = paired_speedup(baseline, candidate)
     assert ratio.low > 1.0
-    # the fault: pairing broken, so that the drift is in the ratios
+    # the fault: without pairs the ratios contain the drift
     shuffled = random.Random(0).sample(candidate, len(candidate))
     assert paired_speedup(baseline, shuffled).is_tie
 
@@ -99,7 +99,7 @@ def test_one_pair_says_nothing() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_few_pairs_of_equals_have_a_direction_as_rarely_as_many(n: int) -> None:
     wrong = sum(not paired_speedup(*_machine(n, seed, 1.0, 1.0)).is_tie for seed in range(200))
-    assert wrong <= 16  # more has a probability of about 2 % where 5 % are expected
+    assert wrong <= 16  # at an error rate of 5 %, more have a probability of about 2 %
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Races on a clock that the candidates themselves move, so that no test depends on the machine's speed."""
+"""Races on a fake clock that the candidates advance, so no test depends on the machine's speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
 
 
 class Candidate:
-    """Moves the clock by ``cost(step number)`` in each step."""
+    """A candidate that advances the clock by ``cost(step number)`` in each step."""
 
     def __init__(self, clock: Clock, name: str, cost: Callable[[int], float]) -> None:
         self.clock, self.name, self.cost = clock, name, cost
@@ -34,7 +34,7 @@ class Candidate:
 
     def before(self, steps: int) -> None:
         self.open += 1
-        self.clock.now += 100.0  # fetching data is not part of the time
+        self.clock.now += 100.0  # fetching data is not timed
 
     def run(self, steps: int) -> None:
         self.clock.order.append(self.name)
@@ -124,7 +124,7 @@ def test_a_burst_on_the_baseline_only_delays_that(clock: Clock) -> None:
 
 
 def test_a_slow_start_is_not_held_against_a_candidate(clock: Clock) -> None:
-    # kernels are built in the first step; a neighbour's burst falls on the second and on the first round
+    # The first step builds kernels; another process slows the second step and the first round.
     laps, _ = _race(
         clock, {"fp32": lambda _: 0.01, "late": lambda step: (20.0, *[0.5] * 4, *[0.008] * 99)[step]}
     )
@@ -171,7 +171,7 @@ def test_blocks_are_as_long_as_the_first_steps_say_and_the_race_ends_when_it_is_
 
 
 class Elsewhere:
-    """Tells the time of its blocks by a clock of its own, until its process ends."""
+    """A candidate in another process that times its own blocks, until the process ends."""
 
     def __init__(self, name: str, told: list[str], ends_after: int) -> None:
         self.name, self.told, self.left = name, told, ends_after

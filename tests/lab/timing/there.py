@@ -1,8 +1,8 @@
-"""What processes that measure are asked for in tests; it imports nothing, so that they begin with what they were given."""
+"""A function to run in measuring processes; this module imports nothing beyond ``sys``."""
 
 import sys
 
 
 def has(_pipe: object, name: str) -> bool:
-    """Whether a module is imported."""
+    """Return True if a module is imported."""
     return name in sys.modules

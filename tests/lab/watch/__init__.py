@@ -1,1 +1,1 @@
-"""What watches a running training."""
+"""Tests of castwise.lab.watch."""

@@ -1,4 +1,4 @@
-"""Small trainings with everything that a monitor might disturb: dropout, BatchNorm, momentum."""
+"""Small training runs with state that a monitor could disturb: dropout, BatchNorm, momentum."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def generators() -> tuple[Any, ...]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """So that NaN equals NaN, and 0 is not -0."""
+    """Return a tensor's bytes, so that NaN equals NaN and 0 differs from -0."""
     return tensor.detach().contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees of tensors and plain values are the same to the last bit."""
+    """Return True if two trees of tensors and plain values are bitwise equal."""
     if isinstance(one, Tensor):
         return (
             isinstance(other, Tensor) and one.dtype is other.dtype and torch.equal(*map(_bits, (one, other)))
@@ -81,7 +81,7 @@ def train(
     by_hand: bool = False,
     after: Callable[[int], object] = lambda step: None,
 ) -> None:
-    """``poison`` has the steps, from 1, whose loss is infinite; ``by_hand`` calls ``optimizer.step()`` itself."""
+    """Train; the loss is infinite in the ``poison`` steps; with ``by_hand``, call ``optimizer.step()`` directly."""
     data = batches()
     for step in range(1, steps + 1):
 

@@ -1,4 +1,4 @@
-"""Lines with hysteresis."""
+"""Alarm thresholds with hysteresis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.lab.watch.turns import LEAST, RECENT, Turn
 
 
 def run(line: Line, values: list[float]) -> list[str]:
-    """``r`` where an alarm is raised, ``c`` where it is cleared, ``-`` else."""
+    """Return one letter per value: ``r`` if an alarm is raised, ``c`` if it is cleared, else ``-``."""
     alarms = Alarms({"grad_norm": line})
     out = []
     for step, value in enumerate(values):
@@ -44,7 +44,9 @@ def test_of_many_regions_the_worst_is_named_and_only_it() -> None:
     assert first is not None
     assert (first.region, first.value, first.line) == ("b", 0.9, 0.25)
     assert alarms.see("near_overflow", {"a": 0.95, "b": 0.1, "c": 0.1}, 6) is None
-    assert alarms.see("near_overflow", {"a": 0.2, "b": 0.1, "c": 0.1}, 7) is None  # not beyond clear_at yet
+    assert (
+        alarms.see("near_overflow", {"a": 0.2, "b": 0.1, "c": 0.1}, 7) is None
+    )  # clear_at is not reached yet
     last = alarms.see("near_overflow", {"a": 0.1, "b": 0.1, "c": math.nan}, 8)
     assert last is None
     last = alarms.see("near_overflow", {"a": 0.1, "b": 0.1, "c": 0.1}, 9)

@@ -1,4 +1,4 @@
-"""Audits find a plan that stops being valid late in a training, and leave one that is valid alone."""
+"""Audits report a plan that becomes unsound late in training, and raise no alarm about a sound one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.soak import every
 
 
 class Drifting(nn.Module):
-    """A model whose plan is valid until ``shift`` grows: then bf16 rounds away the difference of two large numbers."""
+    """A model whose plan is sound until ``shift`` grows and bf16 rounds away the difference of two large numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def test_a_sound_plan_is_sound_and_one_that_breaks_later_is_caught_then(plan: st
     last = monitor.audits[-1]
     assert last.damage is not None
     assert last.damage > 0.1
-    assert last.microbatches >= 16  # a failure is confirmed on fresh ones
+    assert last.microbatches >= 16  # a failure is confirmed on fresh microbatches
     assert last.regions[0][0] in ("first", "second")
     with torch.no_grad():
         net.shift.zero_()
@@ -70,7 +70,7 @@ def test_a_sound_plan_is_sound_and_one_that_breaks_later_is_caught_then(plan: st
 
 
 def test_a_fault_of_a_tenth_of_the_update_is_no_sound_plan() -> None:
-    """What a low format does to this model is made larger by hand until the test itself says that it fails."""
+    """The damage of the low format is raised in steps; the audit must agree with parity() at each."""
     amp, net, made, monitor = watched("bf16-mixed", audit_every=2)
     train(amp, net, made, 4)
     for shift, sound in ((0.0, True), (1.0, True), (1000.0, False)):
@@ -84,7 +84,7 @@ def test_a_fault_of_a_tenth_of_the_update_is_no_sound_plan() -> None:
 
 
 def test_conv_before_batch_norm_has_no_gradient_and_raises_no_doubt() -> None:
-    """Its bias has gradients of nothing but rounding, which in the units of Adam's steps would be a large error."""
+    """The gradient of a bias before BatchNorm is only rounding error, which is large in units of Adam's steps."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
     amp, net, made, monitor = watched("bf16-mixed", net, audit_every=3)

@@ -1,4 +1,4 @@
-"""A monitor sees sudden changes between its samples, and what collapses; sound trainings raise no alarm."""
+"""A monitor reports sudden changes between samples and collapses; sound training raises no alarm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLASSES = 8
 
 
 class Net(nn.Module):
-    """An embedding, ReLU layers with normalization and dropout, a sigmoid gate."""
+    """A model with an embedding, ReLU layers with normalization and dropout, and a sigmoid gate."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 @dataclass
 class Run:
-    """One training; ``at`` is called before each step and may change anything."""
+    """A training run; ``at`` is called before each step and may change anything."""
 
     plan: str = "bf16-mixed"
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, 2e-3)
@@ -95,7 +95,7 @@ class Run:
         return self
 
 
-# --- what must be seen ----------------------------------------------------------------------------------------
+# --- changes that must be reported ----------------------------------------------------------------------------
 
 
 def once(change: Callable[[Run], object], step: int = AT) -> Callable[[Run, int], object]:
@@ -172,7 +172,7 @@ def test_a_change_is_seen(case: str) -> None:
     assert first <= AT + within, run.alarms
 
 
-# --- sound ----------------------------------------------------------------------------------------------------
+# --- sound training -------------------------------------------------------------------------------------------
 
 
 def thaw(run: Run, step: int) -> None:
@@ -217,7 +217,7 @@ def test_a_sound_training_raises_no_alarm(case: str) -> None:
 
 
 def test_a_fit_without_noise_whose_gradients_vanish_is_sound() -> None:
-    """Linear regression that converges to the last bit."""
+    """The run is a linear regression that converges to the last bit."""
     torch.manual_seed(0)
     net, x = nn.Linear(8, 2), torch.randn(64, 8)
     y = x @ torch.randn(8, 2)

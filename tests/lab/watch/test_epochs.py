@@ -1,4 +1,4 @@
-"""A recovery goes back within an epoch: what a loop does between two stays done."""
+"""A recovery goes back within an epoch only, so work done between epochs is not undone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def epoch(number: int) -> list[Batch]:
 def train(
     folder: Path | None, bad: tuple[int, int], scheduler: str, every: int = 5, stop: int = STEPS
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
-    """Rates by step, weights and their average; without a folder there is no recovery, and the bad batch is left out."""
+    """Train; return learning rates, weights and their average. Without a folder: no recovery, no bad batch."""
     seed_all(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -68,7 +68,7 @@ def train(
             amp.step(optimizer)
             optimizer.zero_grad()
             if one[:2] == (number, stop - 1):
-                break  # as many loops leave it
+                break  # many training loops leave an epoch this way
         schedule.step(*([1.0] if scheduler == "plateau" else []))
         average.update_parameters(model)
     if recovery is not None:
@@ -89,7 +89,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     [
         ((2, 1), 5),  # back to the start of the epoch
         ((2, 0), 100),
-        ((2, 6), 5),  # to a state within it
+        ((2, 6), 5),  # back to a state within the epoch
     ],
 )
 def test_a_scheduler_that_steps_once_an_epoch_keeps_its_place(
@@ -97,7 +97,7 @@ def test_a_scheduler_that_steps_once_an_epoch_keeps_its_place(
 ) -> None:
     rates, weights, average = train(tmp_path, bad, scheduler, every)
     wanted, without, also = train(None, bad, scheduler)
-    assert len(set(wanted)) == EPOCHS  # an epoch that is one behind shows
+    assert len(set(wanted)) == EPOCHS  # each epoch has its own rate, so a shift by one epoch shows
     assert rates == wanted
     assert equal(weights, without)
     assert equal(average, also)
@@ -111,7 +111,7 @@ def test_an_epoch_that_is_broken_off_counts_as_one(tmp_path: Path) -> None:
 
 
 def test_an_epoch_that_is_left_at_the_step_that_diverged_ends_at_its_last_good_state(tmp_path: Path) -> None:
-    """Nobody sees that until the next one begins."""
+    """The divergence is only detected when the next epoch begins."""
     seed_all(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

@@ -1,4 +1,4 @@
-"""A recorder and a recovery see steps whoever makes them, and say where they cannot see losses."""
+"""A recorder and a recovery see all optimizer steps, however they are made, and report losses that they cannot see."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def start(plan: str) -> tuple[castwise.Amp, nn.Module, torch.optim.Optimizer]:
 
 
 def plain(amp: castwise.Amp, value: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """A step without ``amp.step``."""
+    """Make a step without ``amp.step``."""
     amp.backward(value)
     if amp.plan.loss_scale is not None:
         amp.unscale_(optimizer)
@@ -56,7 +56,7 @@ def plain(amp: castwise.Amp, value: Tensor, optimizer: torch.optim.Optimizer) ->
 
 
 def alone(value: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """A step without anything of the session's."""
+    """Make a step in plain PyTorch, without the session."""
     value.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -155,7 +155,7 @@ def test_a_session_that_was_closed_is_watched_by_nobody(
 
 def test_nothing_is_kept_alive_and_nothing_is_called_afterwards(tmp_path: Path) -> None:
     amp, model, optimizer = start("bf16-mixed")
-    before = _torch.steps._subscribers  # the first session of a process adds one that stays
+    before = _torch.steps._subscribers  # the first session of a process adds a permanent one
     recorder = Recorder(amp, model, tmp_path / "a")
     recovery = Recovery(amp, model, optimizer, loss, tmp_path / "b")
     gone = [weakref.ref(one) for one in (amp, model, recorder, recovery)]

@@ -1,4 +1,4 @@
-"""A monitor sees what happens, and the training does not notice it."""
+"""A monitor reports what happens in training and leaves the training unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hooks_of(net: nn.Module) -> list[int]:
     return [len(vars(m)["_forward_hooks"]) + len(vars(m)["_forward_pre_hooks"]) for m in net.modules()]
 
 
-# --- the training does not notice -----------------------------------------------------------------------------
+# --- training is unchanged ------------------------------------------------------------------------------------
 
 
 @every(2, 1)
@@ -68,7 +68,7 @@ def test_the_training_does_not_notice(optimizer: str, plan: str, tmp_path: Path)
 
 
 def test_a_monitor_that_draws_random_numbers_would_be_caught() -> None:
-    """The comparison above sees one random number."""
+    """The comparison above detects a single random draw."""
     before = generators()
     torch.rand(1)
     assert not same(before, generators())
@@ -122,7 +122,7 @@ def test_a_model_is_copied_and_pickled_without_the_ears() -> None:
     assert monitor.samples[-1].regions[0].output is not None
 
 
-# --- what it sees ---------------------------------------------------------------------------------------------
+# --- values reported ------------------------------------------------------------------------------------------
 
 
 def test_figures_are_those_of_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_gradients_and_updates_are_those_of_the_masters_unscaled(plan: str, fuse
 
 
 def test_shares_of_gradients_that_underflow_are_exact() -> None:
-    """Gradients of an fp16 output are given by hand: a quarter zero, a quarter subnormal, the others normal."""
+    """The gradient of an fp16 output is set by hand: a quarter zero, a quarter subnormal, the rest normal."""
 
     class Given(torch.autograd.Function):
         @staticmethod
@@ -371,7 +371,7 @@ def test_a_model_that_is_closed_and_prepared_again_goes_on() -> None:
     assert hooks_of(net) == plain
     made.zero_grad()
     loss(net, batches()[0]).backward()
-    made.step()  # not the session's
+    made.step()  # a step outside the session
     assert monitor.step == 2
     amp.prepare(net, made)
     train(amp, net, made, 2)
@@ -399,7 +399,7 @@ def test_it_lives_as_long_as_the_session_and_no_longer() -> None:
     amp = castwise.Amp("bf16-mixed")
     amp.prepare(net, made)
     seen: list[int] = []
-    Monitor(amp, every=1, log=lambda values, step: seen.append(step))  # nobody keeps it
+    Monitor(amp, every=1, log=lambda values, step: seen.append(step))  # no reference is kept
     gc.collect()
     train(amp, net, made, 2)
     assert seen == [1, 2]
@@ -411,7 +411,7 @@ def test_it_lives_as_long_as_the_session_and_no_longer() -> None:
 
 
 def compiled() -> tuple[castwise.Amp, Any, torch.optim.Optimizer, list[int]]:
-    """A session, its model compiled, its optimizer, and a list that grows with each graph that is compiled."""
+    """Return a session, its compiled model, its optimizer, and a list with one entry per compiled graph."""
     net = model(dropout=0.0)
     made = torch.optim.SGD(net.parameters(), 1e-2)
     amp = castwise.Amp("bf16-mixed")
@@ -446,11 +446,11 @@ def test_a_monitor_that_is_there_when_a_model_is_compiled() -> None:
     assert len(compiles) == 1
 
 
-# --- trouble --------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
 class Stop(Exception):
-    """Somebody's own."""
+    """An exception of the user's."""
 
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
@@ -470,7 +470,7 @@ def test_what_on_alarm_raises_ends_the_loop_and_the_session_is_whole(plan: str, 
     ):
         train(amp, net, made, 9, poison=[3], by_hand=by_hand)
     assert monitor.step == 3
-    train(amp, net, made, 3)  # goes on as if nothing had been
+    train(amp, net, made, 3)  # training continues normally
     amp.close()
     assert hooks_of(net) == hooks_of(model())
 
@@ -533,7 +533,7 @@ def test_what_a_logger_raises_is_a_warning_once() -> None:
 
 
 def test_something_that_cannot_be_looked_at_is_said() -> None:
-    """An output whose class refuses what is asked of it."""
+    """The output is of a tensor subclass that refuses the monitor's operator."""
 
     class Odd(Tensor):
         @classmethod
@@ -673,7 +673,7 @@ def test_a_resumed_run_counts_on() -> None:
     train(amp, net, made, 2, poison=[1])
     assert second.step == 12
     assert [s.step for s in second.samples] == [12]
-    assert not second.alarms  # it was told before
+    assert not second.alarms  # the alarm was raised before the state was saved
     with pytest.raises(CheckpointError, match=r"not the state_dict\(\) of a Monitor"):
         second.load_state_dict({"version": 1})
 

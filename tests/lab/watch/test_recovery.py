@@ -1,4 +1,4 @@
-"""A training that diverges comes back, ends where the undisturbed one does, and never tries for ever."""
+"""Training that diverges recovers and ends near the loss of an undisturbed run; the number of attempts is limited."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.here import DEVICE
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:Recovery. step:UserWarning"
-    ),  # of each return, which tests read elsewhere
-    # torch takes a first step that is skipped for a wrong order of calls
+    ),  # one per return; tests read recovery.returns instead
+    # If the first step is skipped, torch warns that the calls are in the wrong order.
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning"),
 ]
 Batch = tuple[Tensor, Tensor]
@@ -49,7 +49,7 @@ WEIGHT = torch.randn(8, 4, generator=TEACHER)
 
 
 class Net(nn.Module):
-    """Buffers, dropout, and a region that overflows in fp16 once its gain is large."""
+    """A model with buffers, dropout, and a region that overflows in fp16 once its gain is large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 class Loud(nn.Module):
-    """Multiplies in the format that it computes in, and divides again: nothing in fp32, infinity in fp16."""
+    """A linear layer that multiplies by ``gain`` and divides again: unchanged in fp32, infinite in fp16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def data(count: int, spikes: tuple[int, ...] = (), value: float = 1e6, seed: int
 
 
 class Run:
-    """A training with a scheduler, under a recovery."""
+    """A training run with a learning-rate scheduler and a Recovery."""
 
     def __init__(self, folder: Path, plan: Any = "bf16-mixed", seed: int = 0, **how: Any) -> None:
         seed_all(seed)
@@ -132,7 +132,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def band(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
-    """Where undisturbed runs end, by seed: the mean of them, and three standard deviations around it."""
+    """Return the range of final losses of undisturbed runs: their mean over seeds ± 3 standard deviations."""
     ends = []
     for seed in range(4):
         run = Run(tmp_path_factory.mktemp("band"), seed=seed)
@@ -143,7 +143,7 @@ def band(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
     return mean - 3 * spread, mean + 3 * spread
 
 
-# --- what diverges comes back ---------------------------------------------------------------------------------
+# --- recovery from divergence ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [1e6, float("nan")])
@@ -151,13 +151,13 @@ def test_a_spike_in_the_data_is_passed_over(value: float, band: tuple[float, flo
     run = Run(tmp_path)
     run.train(data(120, spikes=(57,), value=value))
     (one,) = run.recovery.returns
-    # the guard skips the step with NaN, so its weights are unchanged and no step is repeated
+    # With NaN the guard skips the step, so the weights are unchanged and no step is repeated.
     assert (one.step, one.to_step, one.cause) == (57, 40 if value == 1e6 else 58, "batch")
     assert (
         "in fp32 the result is no better" if value == 1e6 else "batch[1] (128 of 128 values)"
     ) in one.evidence
     assert band[0] <= run.end() <= band[1]
-    assert run.scheduler.last_epoch == (119 if value == 1e6 else 120)  # one step fewer
+    assert run.scheduler.last_epoch == (119 if value == 1e6 else 120)  # the bad step is left out
     assert json.loads((tmp_path / "recovery.jsonl").read_text()) == one.to_dict()
 
 
@@ -190,7 +190,7 @@ def test_a_damaged_weight_is_put_right_and_the_run_is_the_undisturbed_one(tmp_pa
     run.train(data(120), damage)
     (one,) = run.recovery.returns
     assert (one.step, one.to_step, one.cause) == (67, 60, "transient")
-    # bit for bit: weights, statistics, dropout, learning rate
+    # bitwise equal: weights, statistics, dropout, learning rate
     assert all(torch.equal(calm.state()[name], tensor) for name, tensor in run.state().items())
     assert calm.losses == run.losses
 
@@ -244,7 +244,7 @@ def test_weights_that_are_not_finite_at_the_start(tmp_path: Path) -> None:
         run.train(data(3))
 
 
-# --- bounded --------------------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------------------
 
 
 def test_non_finite_data_without_end_are_the_error_of_the_session(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_non_finite_data_without_end_are_the_error_of_the_session(tmp_path: Path
 
 
 def test_non_finite_data_without_end_lower_the_loss_scale_in_the_end(tmp_path: Path) -> None:
-    """The recovery restores the scale for a while only, so that the session's own limit still ends the run."""
+    """The recovery stops restoring the loss scale after a while, so the session's own limit ends the run."""
     run = Run(tmp_path, "fp16-mixed")
     with pytest.raises(LossScaleError):
         run.train(data(90, spikes=tuple(range(30, 90)), value=float("nan")))
@@ -270,7 +270,7 @@ def test_returns_that_help_may_come_again_and_again(tmp_path: Path) -> None:
 
 
 def damages(run: Run, steps: range, value: float) -> Callable[[int], None]:
-    """Overwrites weights after these steps, at each repetition too."""
+    """Return a hook that overwrites weights after the given steps, also when they are repeated."""
 
     def damage(step: int) -> None:
         if step in steps:
@@ -302,7 +302,7 @@ def test_weights_that_are_nan_after_each_return_are_an_error(tmp_path: Path) -> 
 def alone(
     batches: Iterator[Batch], hook: Callable[[nn.Module, Any, int], None], plan: Any = "bf16-mixed"
 ) -> Run:
-    """The same training without a recovery."""
+    """Train the same way without a Recovery."""
     run = Run(Path(tempfile.mkdtemp()), plan)
     run.recovery.close()
     for step, batch in enumerate(batches):
@@ -335,7 +335,7 @@ def with_it(
 
 
 def nothing(model: nn.Module, optimizer: Any, step: int) -> None:
-    """Leaves the run alone."""
+    """Do nothing."""
 
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
@@ -347,7 +347,7 @@ def test_batches_with_nan_cost_no_more_than_the_guard_alone(spikes: range, plan:
     run, other = with_it(tmp_path, bad(), nothing, plan), alone(bad(), nothing, plan)
     assert [one.step for one in run.recovery.returns] == [*spikes]
     assert len((tmp_path / "recovery.jsonl").read_text().splitlines()) == len(spikes)
-    if DEVICE == "cuda" and plan == "fp16-mixed":  # at another scale other gradients underflow
+    if DEVICE == "cuda" and plan == "fp16-mixed":  # with another loss scale other gradients underflow
         assert run.end() == pytest.approx(other.end(), rel=0.2, nan_ok=True)
     else:
         assert all(torch.equal(other.state()[name], tensor) for name, tensor in run.state().items())
@@ -365,7 +365,7 @@ def test_only_the_first_batches_with_nan_are_warnings(tmp_path: Path) -> None:
 
 
 def wrong(count: int, steps: range, by: float = 40.0) -> Iterator[Batch]:
-    """Batches of which some have other targets."""
+    """Yield batches; in ``steps`` the targets are permuted and scaled."""
     for step, (x, y) in enumerate(data(count)):
         yield x, by * y.roll(1, 0) if step in steps else y
 
@@ -373,9 +373,9 @@ def wrong(count: int, steps: range, by: float = 40.0) -> Iterator[Batch]:
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
 def test_twenty_mislabelled_batches_in_a_row_are_skipped(plan: str, tmp_path: Path) -> None:
     run = with_it(tmp_path, wrong(160, range(50, 70)), nothing, plan)
-    # under a loss scale these steps overflow and are skipped: fewer than five in a row need no return
+    # With a loss scale these steps overflow and are skipped; fewer than five in a row need no return.
     assert [one.step for one in run.recovery.returns] == [*range(50, 70 if plan == "bf16-mixed" else 66)]
-    assert run.recovery.returns[1].to_step == 50  # nothing is repeated: the state at the first is a good one
+    assert run.recovery.returns[1].to_step == 50  # no step is repeated, since the state at step 50 is good
     other = alone(wrong(160, range(50, 70)), nothing, plan)
     assert run.end() < other.end()
 
@@ -388,7 +388,7 @@ def test_data_that_stay_different_are_trained_on_as_without_it(tmp_path: Path) -
     assert sum("no longer count" in one.action for one in run.recovery.returns) == 1
     other = alone(wrong(300, range(100, 300)), nothing)
     assert sorted(run.losses) == [*range(300)]
-    assert run.end() == pytest.approx(other.end(), rel=0.02)  # the masks of dropout differ
+    assert run.end() == pytest.approx(other.end(), rel=0.02)  # the dropout masks differ
 
 
 def test_a_learning_rate_that_stays_too_high_ends_as_without_it(tmp_path: Path) -> None:
@@ -416,7 +416,7 @@ def test_one_step_with_a_learning_rate_that_is_too_high_is_skipped(
 
 
 def test_a_region_that_cannot_be_cured_ends_as_without_it(tmp_path: Path) -> None:
-    """Every loss is NaN from a step on, and the weights are good."""
+    """From step 60 on each loss is NaN, although the weights are good."""
 
     def deaf(model: nn.Module, optimizer: Any, step: int) -> None:
         model.loud.gain.fill_(float("nan") if step >= 60 else 1.0)
@@ -428,7 +428,7 @@ def test_a_region_that_cannot_be_cured_ends_as_without_it(tmp_path: Path) -> Non
 
 
 def test_values_that_are_not_finite_in_every_batch_are_not_the_cause(tmp_path: Path) -> None:
-    """As padding that the loss leaves out; the format is the cause."""
+    """NaN in every batch may be padding that the loss ignores; here the format is the cause."""
     run = Run(tmp_path, "fp16-mixed")
 
     def grow(step: int) -> None:
@@ -439,7 +439,7 @@ def test_values_that_are_not_finite_in_every_batch_are_not_the_cause(tmp_path: P
 
 
 class Steep(torch.autograd.Function):
-    """Passes its input on; where a parameter is damaged, its gradient is beyond fp16 at any loss scale."""
+    """The identity; if the parameter is damaged, the gradient exceeds fp16 at any loss scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor) -> Tensor:
@@ -467,7 +467,7 @@ class SteepNet(Net):
 def test_damage_that_no_loss_shows_is_undone_from_the_state_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are skipped from the damage on, at all scales down to one; a good state was saved in between."""
+    """After the damage each step is skipped, at all loss scales down to 1, and a state is saved in between."""
     monkeypatch.setattr(sys.modules[__name__], "Net", SteepNet)
     run, hits = Run(tmp_path, "fp16-mixed"), itertools.count()
 
@@ -485,7 +485,7 @@ def test_damage_that_no_loss_shows_is_undone_from_the_state_before(
 def test_damage_right_before_a_good_state_is_undone_from_the_state_before(
     factor: float, tmp_path: Path
 ) -> None:
-    """Under a loss scale: steps at the damaged weights are skipped while the scale falls, until a loss is infinite."""
+    """With a loss scale, steps at the damaged weights are skipped while the scale falls, until a loss is infinite."""
     run, hits = Run(tmp_path, "fp16-mixed"), itertools.count()
 
     def damage(step: int) -> None:
@@ -512,7 +512,7 @@ def test_closed_while_batches_are_repeated_it_loses_none(tmp_path: Path) -> None
     assert sorted(run.losses)[-1] >= 57
 
 
-# --- what goes back -------------------------------------------------------------------------------------------
+# --- batches and state that go back ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [1e6, float("nan")])
@@ -542,11 +542,9 @@ def test_several_epochs_and_a_shuffling_loader(tmp_path: Path) -> None:
             run.amp.step(run.optimizer)
             run.optimizer.zero_grad()
         seen.append(count)
-    assert len(run.recovery.returns) == 3  # the bad row is in one batch of each epoch
+    assert len(run.recovery.returns) == 3  # one batch per epoch has the bad row
     assert run.recovery.step == 59 or max(run.recovery._data.passed) == 59
-    assert bool(
-        torch.isfinite(run.model.norm.running_mean).all()
-    )  # which the guard alone would not have seen to
+    assert bool(torch.isfinite(run.model.norm.running_mean).all())  # the guard alone would not ensure this
 
 
 def test_batches_that_are_too_large_to_keep_are_not_gone_back_to(tmp_path: Path) -> None:
@@ -584,7 +582,7 @@ def test_an_interrupt_while_going_back_leaves_all_as_it_was(
         next(batches)
     assert all(torch.equal(before[name], tensor) for name, tensor in run.state().items())
     assert run.scheduler.last_epoch == rate == 31
-    run.train([])  # who goes on nevertheless goes back now
+    run.train([])  # the return happens if training continues
     assert run.recovery.returns[0].step == 30
 
 
@@ -622,8 +620,8 @@ def test_good_states_that_are_gone_are_an_error(tmp_path: Path) -> None:
 def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Path) -> None:
     seed_all(0)
     model = Net()
-    # pairs of steps on different batches mislead: with the default history of 100, fp32 diverges by itself
-    # from two of five seeds, and which two depends on the CPU
+    # Curvature pairs from different batches mislead L-BFGS: with its default history of 100, fp32 diverges
+    # for two of five seeds; which two depends on the CPU.
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=1)
     amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer)
@@ -646,7 +644,7 @@ def test_several_losses_and_an_optimizer_that_evaluates_them_itself(tmp_path: Pa
     assert [(one.step, one.cause) for one in recovery.returns] == [(22, "batch")]
 
 
-# --- the line -------------------------------------------------------------------------------------------------
+# --- the threshold --------------------------------------------------------------------------------------------
 
 
 def test_the_line_between_noise_and_divergence() -> None:
@@ -656,7 +654,7 @@ def test_the_line_between_noise_and_divergence() -> None:
     for step, one in enumerate(noise):
         assert not line.check(step, 2.0 * 0.99**step + 0.5 + one * 0.5)
     assert 0.7 < line.limit < 2.4
-    assert not line.check(300, 2.4)  # far above, and yet no more than it was: a suspect
+    assert not line.check(300, 2.4)  # far above the trend but not above earlier losses: a suspect
     assert line.suspects
     assert not line.check(301, 0.55)
     assert not line.suspects
@@ -672,7 +670,7 @@ def test_no_line_before_enough_losses() -> None:
     assert not any(line.check(step, 10.0**step) for step in range(LEAST))
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
+# --- input that is refused ------------------------------------------------------------------------------------
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -700,7 +698,7 @@ def test_of_batches_that_are_let_go_a_step_goes_whole(tmp_path: Path) -> None:
 
         run.recovery._decide = decide  # type: ignore[method-assign]
         run.train(data(120, spikes=(75,)), after=seen.append, accumulate=3)
-        assert decided == [False]  # never between two microbatches of a step
+        assert decided == [False]  # decided once, and not between two microbatches of a step
         assert [one.step for one in run.recovery.returns] == [25]
         assert [seen.count(step) for step in range(26, 40)] == [1] * 14
 
@@ -734,7 +732,7 @@ def test_the_log_goes_on_behind_half_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
 def test_while_the_loss_scale_falls_no_state_is_called_good(plan: str, tmp_path: Path) -> None:
-    """Weights that overflow at every scale: all of the states since then would be as bad."""
+    """The weights overflow at every loss scale, so each state saved after the damage would be bad too."""
 
     def damage(step: int) -> None:
         if step == 24 and not hit:

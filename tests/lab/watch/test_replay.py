@@ -1,4 +1,4 @@
-"""A recorded step comes out bit for bit, and no record is ever half a record."""
+"""The replay of a recorded step is bitwise equal, and records are never incomplete."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMES = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
 
 
 class Net(nn.Module):
-    """Buffers, dropout, and draws of all three generators."""
+    """A model with buffers, dropout, and draws from the generators of Python, NumPy and torch."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-# --- bit for bit ----------------------------------------------------------------------------------------------
+# --- bitwise equality -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,7 +139,7 @@ def test_an_overflow_is_recorded_by_itself(name: str, tmp_path: Path) -> None:
 def test_another_plan_is_no_claim_of_exactness(tmp_path: Path) -> None:
     amp, model, optimizer = start("fp16-mixed")
     with Recorder(amp, model, tmp_path) as recorder:
-        for batch in recorder.batches(data(1, spike=0, value=1e18)):  # whose gradient no fp16 holds
+        for batch in recorder.batches(data(1, spike=0, value=1e18)):  # a gradient beyond fp16's range
             amp.backward(loss(model, batch))
             amp.step(optimizer)
     assert replay(tmp_path, Net(), loss, find=False).exact
@@ -220,7 +220,7 @@ class Numbers(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        x = torch.randn(8, device="cpu") + random.random()  # of the worker's own generators
+        x = torch.randn(8, device="cpu") + random.random()  # from the worker's own generators
         return x, torch.full((4,), float("nan") if index == 37 else float(index), device="cpu")
 
 
@@ -238,7 +238,7 @@ def test_a_dataloader_with_workers(tmp_path: Path) -> None:
     assert again.first.origin == "data"
 
 
-# --- what is written, and when --------------------------------------------------------------------------------
+# --- when records are written, and what they hold -------------------------------------------------------------
 
 
 def test_two_overflows_and_more_than_the_most(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_replay_leaves_the_given_model_and_the_generators_alone(tmp_path: Path) 
             amp.step(optimizer)
     model.eval()
     before, seen, drawn = state(model), torch.get_rng_state(), random.getstate()
-    assert replay(tmp_path, model, loss).exact  # the prepared model itself
+    assert replay(tmp_path, model, loss).exact  # given the prepared model itself
     assert same(before, state(model))
     assert not model.training
     assert torch.equal(seen, torch.get_rng_state())
@@ -522,7 +522,7 @@ def test_code_that_only_a_record_names_does_not_run(
     ],
 )
 def test_what_a_record_says_is_no_more_than_text(named: str, shown: str, tmp_path: Path) -> None:
-    """The command is there to be pasted into a shell."""
+    """Users paste the suggested command into a shell."""
     record_of(tmp_path, named)
     with pytest.raises(StateError) as refused:
         replay(tmp_path)
@@ -532,11 +532,11 @@ def test_what_a_record_says_is_no_more_than_text(named: str, shown: str, tmp_pat
     assert len(said) < 1000
 
 
-# --- what a record is of ----------------------------------------------------------------------------------------
+# --- the step that is recorded ----------------------------------------------------------------------------------
 
 
 class Codes(nn.Module):
-    """Buffers that move as autograd does not count: through ``.data``, and by assigning others."""
+    """A model with buffers that change without a new autograd version: through ``.data`` and by reassignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -608,7 +608,7 @@ def test_the_second_of_two_optimizers_on_a_batch_is_recorded_and_a_note_says_tha
 def test_an_error_behind_the_optimizers_step_is_no_record_of_weights_that_have_moved(
     copies: bool, tmp_path: Path
 ) -> None:
-    """As an alarm raises that is to end the run, before the recorder hears of the step."""
+    """An alarm that ends the run can raise such an error before the recorder is told of the step."""
     amp, model, optimizer = start("bf16-mixed")
     calls = [0]
 

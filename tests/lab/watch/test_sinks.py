@@ -1,4 +1,4 @@
-"""Where samples, alarms and audits go, and what happens when that fails."""
+"""Outputs for samples, alarms and audits, and what happens if writing fails."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_appends_behind_half_a_line(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """No file may grow beyond a size: writing stops in the middle, as on a full disk."""
+    """Limit the size of files, so writing stops in the middle as on a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -89,7 +89,7 @@ def test_a_full_disk_leaves_whole_lines_and_the_training_goes_on(tmp_path: Path)
     ):
         train(amp, net, made, 8)
     assert path.stat().st_size == size
-    train(amp, net, made, 2)  # there is room again
+    train(amp, net, made, 2)  # with space on the disk again
     monitor.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4, 14]
     assert monitor.step == 14
@@ -158,8 +158,8 @@ def test_the_terminal_shows_the_report(
     train(amp, net, made, 2)
     assert drawn.getvalue().rfind("\x1b[?25h") > drawn.getvalue().rfind(
         "\x1b[?25l"
-    )  # no cursor is hidden, if it ends here
-    print("loss 1.5")  # into a file or a pipe
+    )  # the cursor is visible, in case the run ends here
+    print("loss 1.5")  # standard output is a file or pipe
     train(amp, net, made, 2)
     monitor.close()
     assert "fp16-mixed: 4 steps" in drawn.getvalue()

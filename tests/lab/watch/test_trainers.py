@@ -1,4 +1,4 @@
-"""Steps that Lightning and transformers make are seen, and their trainings do not notice."""
+"""A monitor sees the steps of Lightning and transformers, and leaves their training unchanged."""
 
 from __future__ import annotations
 

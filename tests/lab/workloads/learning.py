@@ -9,12 +9,12 @@ from castwise import Workload
 
 
 def train(workload: Workload, steps: int, seed: int = 0) -> tuple[nn.Module, list[float]]:
-    """Train on one thread.
+    """Train in fp32.
 
     Args:
-        workload: What.
-        steps: How long.
-        seed: Seed of weights and data.
+        workload: The workload to train.
+        steps: Number of optimizer steps.
+        seed: Seed for weights and data.
 
     Returns:
         The model and the loss of every step.

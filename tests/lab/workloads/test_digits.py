@@ -1,4 +1,4 @@
-"""``digits``: the images are scikit-learn's, each is used once, and both networks learn to read them."""
+"""``digits``: the images are scikit-learn's, each is used once, and both networks learn to classify them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_split_holds_every_image_once() -> None:
     scale, shift = raw.std(), raw.mean()
     back = (
         (everything * float(scale) + float(shift)) - 0
-    ).round()  # the statistics are the training images' own, nearly
+    ).round()  # normalized with the training images' statistics, nearly the same
     pairs = zip(back.flatten(1).tolist(), torch.cat((labels, held_labels)).tolist(), strict=True)
     found = Counter((tuple(map(int, pixels)), label) for pixels, label in pairs)
     wanted = Counter(
@@ -80,9 +80,7 @@ def test_the_convolutional_network_has_batch_norm_and_the_transformer_layer_norm
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        sys.modules, "sklearn.datasets", None
-    )  # as Python marks a module that cannot be imported
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # None makes the import fail
     digits_module.split.cache_clear()
     with pytest.raises(CastwiseError, match=r'pip install "castwise\[workloads\]"'):
         next(digits().batches(0))

@@ -1,4 +1,4 @@
-"""``gpt``: the text is pydoc's, the model sees the past alone, and it learns."""
+"""``gpt``: the text is pydoc's, the model is causal, and it learns."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_it_learns_the_held_out_text_too() -> None:
     with torch.no_grad():
         held_out = workload.evaluate(model.eval())["held_out_nats_per_char"]
     assert held_out < 0.8 * losses[0]
-    # better than the frequencies of characters, which any bias would learn
+    # better than the entropy of character frequencies, which a bias alone can learn
     tokens, _ = corpus()
     share = tokens.bincount().double() / len(tokens)
     assert held_out < float(-(share * share.clamp_min(1e-12).log()).sum())

@@ -1,4 +1,4 @@
-"""``sine``: the target is the wave of its formula, and the network learns it."""
+"""``sine``: the target is the wave given by the formula, and the network learns it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_wave_is_the_formula_pixel_by_pixel() -> None:
             position = (wave[y][x] - low) / (high - low) * bins
             if (
                 abs(position - round(position)) > 1e-9 or position >= bins
-            ):  # a pixel on an edge may round either way
+            ):  # a pixel on an edge may be rounded up or down
                 assert float(got[y, x]) == pytest.approx(min(int(position), bins - 1) / (bins - 1))
 
 
@@ -52,7 +52,7 @@ def test_the_wave_repeats_four_times_across_and_twice_down() -> None:
     def same(one: torch.Tensor, other: torch.Tensor) -> float:
         return float((one == other).double().mean())
 
-    # pixels on the edge between two levels may fall to either side
+    # pixels on the edge between two levels may be rounded up or down
     assert same(wave[:, :96], wave[:, 32:128]) > 0.98
     assert same(wave[:, :112], wave[:, 16:128]) < 0.6
     assert same(wave[:64], wave[64:128]) > 0.98

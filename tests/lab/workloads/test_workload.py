@@ -1,4 +1,4 @@
-"""Finding workloads by what a user types, and the sentence for each way to get it wrong."""
+"""Finding workloads by name or path, and the error message for each mistake."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def breaks():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a workload and a module beside it; what it brings into the process is taken out again."""
+    """Yield a folder with a workload and a helper module; afterwards, remove their modules from ``sys.modules``."""
     (tmp_path / "mine_for_test.py").write_text(FILE)
     (tmp_path / "helper_beside.py").write_text("WIDTH = 5\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -79,7 +79,7 @@ def _refused(spec: str) -> str:
     return text
 
 
-# --- found --------------------------------------------------------------------------------------------------
+# --- specs that are found -----------------------------------------------------------------------------------
 
 
 def test_every_built_in_is_found_and_makes_its_parts() -> None:
@@ -150,7 +150,7 @@ def test_a_workload_of_a_file_can_be_sent_to_another_process(folder: Path) -> No
     assert run_python(code, folder) == "sent\n"
 
 
-# --- not found ----------------------------------------------------------------------------------------------
+# --- specs that are not found -------------------------------------------------------------------------------
 
 
 def test_unknown_names_get_close_ones_and_the_forms() -> None:
@@ -238,7 +238,7 @@ def test_a_file_that_does_not_import_names_line_and_error(folder: Path, code: st
     text = _refused(f"{path}:job")
     assert "does not import" in text
     assert words in text
-    path.write_text(FILE)  # once it is mended, it imports
+    path.write_text(FILE)  # after the file is fixed, it imports
     assert find_workload(f"{path}:ready").name == "made"
 
 
@@ -250,7 +250,7 @@ def test_modules_that_are_not_there_or_break(folder: Path, monkeypatch: pytest.M
     assert "does not import: broken_for_test.py, line 1: ModuleNotFoundError" in text
 
 
-# --- the value ----------------------------------------------------------------------------------------------
+# --- checks of the workload object --------------------------------------------------------------------------
 
 
 def _workload() -> Workload:
