@@ -1,4 +1,4 @@
-"""Casts outside of any region. What Apex makes of them, tests/compat holds to Apex's own words."""
+"""Casts outside of any region. tests/compat compares them with Apex itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_code_is_cast_until_it_is_left() -> None:
         with casts.suspended():
             assert (X @ X).dtype is torch.float32
         casts.leave()
-    casts.leave()  # nothing happens
+    casts.leave()  # a second leave() has no effect
 
 
 def test_the_backward_of_a_function_in_python_is_cast_too() -> None:

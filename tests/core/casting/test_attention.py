@@ -1,4 +1,4 @@
-"""The rule ``unfused``: attention as products and a softmax is the same attention."""
+"""The rule ``unfused`` computes the same attention as matrix products and a softmax."""
 
 from __future__ import annotations
 

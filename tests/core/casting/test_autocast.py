@@ -25,7 +25,7 @@ SIGMOID_FP32 = Plan(compute="bf16", ops=[("sigmoid", "fp32")])
 
 
 def state() -> tuple[object, ...]:
-    """Everything that torch knows about autocast on this thread."""
+    """Return all of torch's autocast state on this thread."""
     devices = ("cpu", "cuda", "xpu", "mps", "maia", "hpu", "ipu")
     return (
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
@@ -55,7 +55,7 @@ def test_torch_spelling_gives_torch_results(dtype: torch.dtype) -> None:
 
 
 class Formats(TorchDispatchMode):
-    """What ``_log_softmax`` is called on."""
+    """Records the dtypes that ``_log_softmax`` is called on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,9 @@ class Formats(TorchDispatchMode):
 def test_cross_entropy_on_a_gpu_rounds_its_log_softmax_to_the_format_of_the_logits(
     device: str, autocast: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Log-softmax is on the fp32 list, but cross_entropy names the dtype of its input, which the list does not replace."""
+    """Log-softmax is on the fp32 list, but cross_entropy passes the dtype of its input, and the list does not replace
+    it.
+    """
     logits, classes = X.to(device, torch.bfloat16), torch.arange(4, device=device)
     with Formats() as found, autocast():
         torch.nn.functional.cross_entropy(logits, classes)
@@ -102,7 +104,7 @@ def test_cross_entropy_on_a_gpu_rounds_its_log_softmax_to_the_format_of_the_logi
     ],
 )
 def test_every_spelling(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Without a format it is the device's own, which torch says."""
+    """Without a format the region uses the device's default autocast dtype."""
     asked = any("bf16" in str(value) or "bfloat16" in str(value) for value in (*args, *kwargs.values()))
     with castwise.autocast(*args, **kwargs):
         assert (X @ X).dtype is (torch.bfloat16 if asked else torch.get_autocast_dtype(DEVICE))
@@ -140,7 +142,7 @@ def test_an_instance_can_be_entered_again_while_active() -> None:
         with region:
             assert (X @ X).dtype is torch.bfloat16
         assert (X @ X).dtype is torch.bfloat16
-    assert (X @ X).dtype is torch.float32  # torch.autocast leaves itself enabled here
+    assert (X @ X).dtype is torch.float32  # torch.autocast stays enabled here
 
 
 def test_disabled_island() -> None:
@@ -222,7 +224,7 @@ def test_it_is_one_with_its_attributes(args: tuple[object, ...]) -> None:
 
 
 def test_only_functions_can_be_decorated() -> None:
-    """As in torch, which refuses since 2.12."""
+    """Decorating a non-function raises torch's error; torch refuses it since 2.12."""
     said = []
     for decorator in (torch.autocast(DEVICE), castwise.autocast(DEVICE)):
         try:
@@ -255,7 +257,7 @@ def test_override_holds_inside_and_only_inside() -> None:
 
 
 def test_listed_operators_behave_as_torch_outside_a_live_plan() -> None:
-    """Every override kernel stands aside where its plan is not in force, bit for bit."""
+    """Outside the plan's region, every override kernel gives torch's results bit for bit."""
 
     def program() -> list[torch.Tensor]:
         y = X @ X
@@ -296,7 +298,7 @@ def test_banned_operator_can_be_an_fp32_island() -> None:
         castwise.autocast(cuda, device_type=DEVICE),
         pytest.raises(
             (BannedOperatorError, RuntimeError), match="binary_cross_entropy"
-        ),  # or torch's own ban
+        ),  # or torch bans it itself
     ):
         torch.nn.functional.binary_cross_entropy(p, t)
     with castwise.autocast(
@@ -380,7 +382,9 @@ def test_cache_off_sees_weights_written_inside_the_region(plan: object) -> None:
 
 
 def test_the_documented_stale_case_is_real() -> None:
-    """Weights written by hand inside an ambient region: the reason for ``cache_enabled=False``."""
+    """A weight changed by hand inside an ambient region keeps its old low-precision copy: the case for
+    ``cache_enabled=False``.
+    """
     w = torch.nn.Parameter(X.clone())
     with castwise.autocast("bf16", device_type=DEVICE):
         first = torch.nn.functional.linear(X, w)
@@ -414,7 +418,7 @@ def test_override_cache_is_keyed_by_grad_mode_and_version() -> None:
 
 
 def test_a_low_weight_has_a_copy_for_each_use_as_in_torch() -> None:
-    """Of one copy for both, the gradients would meet in fp16."""
+    """With one copy for both uses, the gradients would be added in fp16 and overflow."""
     w = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     x = torch.ones(4, dtype=torch.float16)
     with castwise.autocast(Plan(compute="fp16", ops={"mul": "lower"}), device_type=DEVICE):

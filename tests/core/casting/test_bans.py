@@ -31,7 +31,7 @@ BANNED = sorted(
     for base in BASES
     for op, row in base_table(base, DEVICE).items()
     if row.rule == "banned"
-    and (DEVICE == "cpu" or op != "binary_cross_entropy")  # which torch bans there itself
+    and (DEVICE == "cpu" or op != "binary_cross_entropy")  # torch itself bans it there
 )
 
 

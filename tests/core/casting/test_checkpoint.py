@@ -1,4 +1,4 @@
-"""Regions entered by hand, followed into recomputation by whoever calls backward."""
+"""Regions entered by hand also apply when backward recomputes a checkpointed part, wherever backward is called."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ P = Plan(compute="bf16", ops={"sigmoid": "fp32"})
 
 
 class Piece:
-    """A function to checkpoint that notes the dtype of each run."""
+    """A function to checkpoint that records the dtype of each run."""
 
     def __init__(self) -> None:
         self.runs: list[torch.dtype] = []
@@ -79,7 +79,7 @@ INNER: dict[str, Callable[[], Any]] = {
 def test_a_part_is_recomputed_as_it_ran_whichever_block_is_open_meanwhile(
     inner: Any, open_still: bool, reentrant: bool
 ) -> None:
-    """A device runs its backward on a thread of its own, on which no block is open."""
+    """A part is recomputed as it ran. A device runs backward on its own thread, where no region is open."""
     pieces = Piece(), Piece(), Piece()
 
     def part(piece: Piece) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Plans under torch.compile: part of the traced graph, of Dynamo's guards and of the caches' keys."""
+"""Plans under torch.compile: in the traced graph, in Dynamo's guards and in the cache keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.here import DEVICE
 from tests.soak import each_value, pairs
 
 pytestmark = [
-    # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
+    # Inductor uses torch.jit, and Dynamo reads .grad of the input of a resumed frame; both warn.
     pytest.mark.filterwarnings("ignore:.torch.jit"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
@@ -48,7 +48,7 @@ def function(x: torch.Tensor) -> torch.Tensor:
 
 
 class Net(nn.Module):
-    """Two layers, a graph break on request."""
+    """Two layers with an optional graph break."""
 
     def __init__(self, graph_break: bool = False) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_prepared_module_compiles_as_it_runs(name: str, graph_break: bool, how: 
 
 
 def _backward_of(run: Any, x: torch.Tensor) -> list[torch.dtype]:
-    """The formats of the matrix products in the backward graph that AOTAutograd traces."""
+    """Return the formats of the matrix products in the backward graph that AOTAutograd traces."""
     found: list[torch.dtype] = []
 
     def forward(graph: torch.fx.GraphModule, _: object) -> Any:
@@ -166,13 +166,15 @@ SETTINGS = ["same_as_forward", "off"]
 def test_backward_of_a_prepared_module_is_that_of_eager_mode(
     setting: str, line: str, formats: list[str]
 ) -> None:
-    """Whatever torch is told of autocast in backward. By torch's default, a region in fp32 has a backward in bf16."""
+    """torch's setting for autocast in backward changes nothing. By default, torch would run the backward of an fp32
+    region in bf16.
+    """
     eager, model = Net(), Net()
     with castwise.Amp(line, device=DEVICE) as plain, castwise.Amp(line, device=DEVICE) as amp:
         plain.prepare(eager)
         amp.prepare(model)
         eager(X).sum().backward()
-        for _ in range(2):  # what was compiled is forgotten in between, and castwise's callbacks with it
+        for _ in range(2):  # the reset in between drops the compiled code and castwise's callbacks
             torch._dynamo.reset()
             model.zero_grad()
             with torch._functorch.config.patch(backward_pass_autocast=setting):
@@ -184,7 +186,7 @@ def test_backward_of_a_prepared_module_is_that_of_eager_mode(
 
 
 def test_backward_of_a_region_is_fp32_after_a_call_inside_a_block_of_the_user() -> None:
-    """The graph of that call is used again outside of the block."""
+    """The graph compiled by a call inside the user's autocast block is used again outside of it."""
     eager, model = Net(), Net()
     line = "bf16-mixed+regions.b=fp32"
     with castwise.Amp(line, device=DEVICE) as plain, castwise.Amp(line, device=DEVICE) as amp:
@@ -221,10 +223,10 @@ def test_backward_of_a_block_is_as_torch_is_told(setting: str) -> None:
 
 
 def _cached_in(folder: Path) -> dict[str, str]:
-    """The environment in which Inductor keeps its caches in a folder."""
+    """Return environment variables that make Inductor keep its caches in the given folder."""
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # without vector instructions and precompiled headers, which a new folder would first be filled with
+        # no vector instructions or precompiled headers: a new folder would have to compile them first
         "TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
     }  # fmt: skip
 
@@ -234,9 +236,10 @@ def _cached_in(folder: Path) -> dict[str, str]:
 def test_second_process_on_the_same_cache_is_not_affected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process without castwise or with another plan must not be served a plan's casts from disk, nor the reverse.
+    """A plan's cached casts must not reach a process without castwise or with another plan, nor the reverse.
 
-    The processes are forks of one that has imported Inductor, which takes longer than all they do.
+    The processes are forks of one that has imported Inductor, because the import takes longer than the rest of the
+    test.
     """
     code = """
         import os, sys, traceback
@@ -271,7 +274,7 @@ def test_second_process_on_the_same_cache_is_not_affected(
         "plan torch.float32 0 True",
         "other torch.bfloat16 0 True",
         "plain torch.bfloat16 0 False",
-        "plan torch.float32 1 True",  # the cache does work, for the same plan
+        "plan torch.float32 1 True",  # the same plan does hit the cache
         "plain torch.bfloat16 1 False",
     ]
 
@@ -281,7 +284,10 @@ def test_second_process_on_the_same_cache_is_not_affected(
 def test_trainings_by_two_plans_in_processes_with_one_cache_are_each_plans_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled graphs are stored with autocast on disk; the key of a graph holds the plan, and forward and backward are its."""
+    """Processes with different plans share one cache, and each trains by its own plan.
+
+    Compiled graphs are stored on disk with their autocast. The key of a graph contains the plan.
+    """
     code = """
         import hashlib, os, sys, traceback
         import torch, torch._inductor.compile_fx
@@ -322,16 +328,19 @@ def test_trainings_by_two_plans_in_processes_with_one_cache_are_each_plans_own(
         monkeypatch.setenv(name, value)
     said = [line.split() for line in run_python(textwrap.dedent(code), tmp_path).splitlines()]
     assert len(said) == 8
-    assert len({digest for _, digest, *_ in said}) == 4  # the plans differ in what they compute
-    assert all(same == "True" for _, _, same, *_ in said)  # compiled as in eager mode
+    assert len({digest for _, digest, *_ in said}) == 4  # each plan computes different values
+    assert all(same == "True" for _, _, same, *_ in said)  # compiled equals eager
     stored = [
         line[3:] for line in said if "regions" not in line[0]
-    ]  # torch stores no graph with castwise's calls in it
+    ]  # torch stores no graph that contains castwise's calls
     assert stored == [["0", "1"]] * 3 + [["1", "0"]] * 3
 
 
 def test_keys_of_the_caches_hold_a_block_only_while_it_is_compiled() -> None:
-    """A key that stays would give code without a plan the plan's graphs, after a reset of Dynamo, which forgets callbacks."""
+    """The cache key contains a plan only while code under that plan is compiled.
+
+    A Dynamo reset drops the callbacks. If the key stayed, code without a plan would get the plan's graphs afterwards.
+    """
     keys: list[str] = []
 
     def backend(graph: Any, _inputs: Any) -> Any:
@@ -345,7 +354,7 @@ def test_keys_of_the_caches_hold_a_block_only_while_it_is_compiled() -> None:
         with castwise.autocast(plan, device_type=DEVICE):
             function(X)
         assert torch.compiler.config.cache_key_tag == before
-    assert len(set(keys)) == (3 if RELEASE >= (2, 13) else 4)  # torch 2.13 itself tells bf16 and fp16 apart
+    assert len(set(keys)) == (3 if RELEASE >= (2, 13) else 4)  # torch 2.13 itself distinguishes bf16 and fp16
 
 
 def test_a_failed_trace_leaves_no_state() -> None:
@@ -362,7 +371,7 @@ def test_a_failed_trace_leaves_no_state() -> None:
 
 
 def test_guard_codes_are_dynamos_business_alone() -> None:
-    """The number that Dynamo guards really changes its global guard, and goes away with the region."""
+    """Entering a region changes Dynamo's global guard, and leaving it restores the guard."""
     guard = torch._C._dynamo.guards.GlobalStateGuard()
     region = castwise.autocast(P, device_type=DEVICE)
     other = castwise.autocast(
@@ -495,7 +504,7 @@ def test_a_native_region_inside_an_override_and_the_reverse() -> None:
 
 def test_subclasses_keep_their_overrides() -> None:
     class Mine(castwise.autocast):
-        """Somebody's own."""
+        """A user's subclass of the region."""
 
     region = Mine(P, device_type=DEVICE)
 
@@ -516,7 +525,7 @@ def test_another_instance_under_the_same_name_is_noticed() -> None:
 
 
 def test_a_native_region_is_in_the_graph_as_torchs_is() -> None:
-    """As long as no plan that is alive asks for more."""
+    """A region that torch's autocast can express is traced as torch's own, while no live plan needs overrides."""
     region, called = castwise.autocast(Q, device_type=DEVICE), []
 
     def look(graph: torch.fx.GraphModule, _: object) -> Any:

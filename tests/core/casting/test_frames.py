@@ -25,7 +25,7 @@ SIGMOID = Plan(compute="bf16", ops={"sigmoid": "fp32"})
 
 
 def state() -> tuple[object, ...]:
-    """Everything that torch knows about autocast on this thread, and castwise besides."""
+    """Return all of torch's and castwise's autocast state on this thread."""
     devices = ("cpu", "cuda", "xpu", "mps", "maia", "hpu", "ipu")
     return (
         *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
@@ -44,7 +44,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 class Hooks:
-    """What a border does: a frame for as long as a module's forward runs."""
+    """Acts like a border: pushes a frame for the duration of a module's forward."""
 
     def __init__(self, module: nn.Module, frame: Frame, root: bool = True) -> None:
         self.frame, self.root = frame, root
@@ -61,7 +61,7 @@ class Hooks:
 
 
 class Model(nn.Module):
-    """Calls a function, or another module."""
+    """Calls a function or another module."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_an_interrupt_that_forward_itself_catches() -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("caught", [True, False])
 def test_a_hook_that_raises_before_a_call_from_within_has_entered(first: bool, caught: bool) -> None:
-    """What is left then is nothing: the call around it goes on by the plan, and its end leaves no autocast behind."""
+    """If a hook raises, the surrounding call goes on under the plan, and no autocast is left on after it."""
 
     class Calls(nn.Linear):
         def step(self, x: torch.Tensor) -> torch.dtype:

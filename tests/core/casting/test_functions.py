@@ -85,7 +85,7 @@ def test_decorated_functions_compile() -> None:
 
 
 def make(style: str, cast_inputs: torch.dtype | None, seen: dict[str, Any]) -> type[torch.autograd.Function]:
-    """A matrix product as a custom function, in one of the two styles."""
+    """Return a matrix product as a custom autograd function, in one of the two styles."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         seen["forward"] = (a.dtype, torch.is_autocast_enabled(DEVICE))
@@ -145,7 +145,7 @@ def test_backward_runs_in_forwards_dtype(style: str) -> None:
         loss = function.apply(a, b).sum()
         assert seen["forward"][1]
     with castwise.autocast("fp16", device_type=DEVICE):
-        loss.backward()  # whatever is in force around backward
+        loss.backward()  # the region around backward has no effect
     assert seen["backward"][1] is torch.bfloat16
 
 
@@ -182,7 +182,7 @@ def test_forward_without_its_decorator_is_reported() -> None:
 
 
 class Recording(torch.autograd.Function):
-    """Scales by a number; backward notes the dtype that products have there."""
+    """Scales by a number; its backward records the dtype of matrix products there."""
 
     @staticmethod
     @castwise.custom_fwd

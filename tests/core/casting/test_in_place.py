@@ -1,4 +1,4 @@
-"""Writes in place across the border of a region, where backward has to know the region: as in a model without one."""
+"""In-place writes across the border of a region: gradients equal those of a model without in-place writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INNER = {
 
 
 class Residual(nn.Module):
-    """Writes in place; ``inner`` sees what was written, and so does who comes after."""
+    """Writes in place to the output of ``inner``; tensors that share its memory change too."""
 
     def __init__(self, inner: nn.Module, in_place: bool) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         y = self.inner(h)
-        if y.requires_grad and isinstance(self.inner, nn.Linear):  # a hook, as FSDP puts on outputs
+        if y.requires_grad and isinstance(self.inner, nn.Linear):  # a hook like FSDP's on outputs
             y.register_hook(lambda gradient: 2.0 * gradient)
         if self.in_place:
             y += 0.5
-        else:  # what h would be
+        else:  # compute the values that h would have after the in-place write
             y = y + 0.5
             if isinstance(self.inner, (nn.Identity, Flat)):
                 h = y
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_a_model_that_writes_nothing_in_place(what: str) 
 
 
 class Piece(nn.Module):
-    """Is run again in backward, and notes the dtype of each run."""
+    """Runs again in backward, and records the dtype of each run."""
 
     def __init__(self) -> None:
         super().__init__()

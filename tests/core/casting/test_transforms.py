@@ -1,4 +1,4 @@
-"""torch.func and forward-mode differentiation under plans, with numbers for operands."""
+"""torch.func and forward-mode differentiation under plans, with Python numbers as operands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ W = torch.linspace(0.5, -0.4, 16).reshape(4, 4)
 B = torch.stack([X, X.flip(0), X * 0.5])
 PLANS: dict[str, Any] = {
     "native": Plan(compute="bf16"),
-    # Of softmax too: torch's forward-mode formula for a bf16 softmax itself calls exp.
+    # softmax as well: torch's forward-mode formula for a bf16 softmax calls exp.
     "exp": Plan(compute="bf16", ops={"exp": "fp32", "softmax": "fp32"}),
     "arithmetic": Plan(
         compute="bf16", ops={"linear": "fp32", "mul": "widest", "add": "lower", "rsub": "fp32"}
@@ -32,12 +32,13 @@ PLANS: dict[str, Any] = {
     "apex": Plan(compute="bf16", rules="apex"),
     "regions": Plan(compute="bf16", regions={"b": "fp32"}, ops={"exp": "fp32", "softmax": "fp32"}),
 }
-# Products of bf16 inputs with sums in fp32, a softmax and second derivatives of both: some dozens of bf16's 2**-9.
+# Relative error allowed: some tens of bf16 rounding errors (2**-9 each), for bf16 products summed in fp32, a softmax
+# and second derivatives of both.
 RELATIVE = 0.06
 
 
 class Net(nn.Module):
-    """Layers and arithmetic with numbers."""
+    """Layers, and arithmetic with Python numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], Tensor], Any]] = {
 
 
 def calls(model: nn.Module) -> Callable[..., Tensor]:
-    """The model as a function of one weight and its input."""
+    """Return the model as a function of one weight and its input."""
 
     def f(w: Tensor, x: Tensor) -> Tensor:
         parameters = {name: p.detach().to(w) for name, p in model.named_parameters()}
@@ -118,7 +119,11 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def skip_what_devices_refuse(transform: Any, plan: Plan) -> None:
-    """Devices run exp and layer_norm in fp32, whose forward-mode formulas meet an arithmetic in bf16: an error, and no digits."""
+    """Skip forward-mode transforms of the plan ``arithmetic`` on devices.
+
+    Devices run exp and layer_norm in fp32, and their forward-mode formulas raise an error when they meet bf16
+    arithmetic.
+    """
     forward = (TRANSFORMS["jvp"], TRANSFORMS["jacfwd"], TRANSFORMS["hessian"])
     if DEVICE != "cpu" and plan is PLANS["arithmetic"] and transform in forward:
         pytest.skip("arithmetic that is overridden meets fp32 formulas of forward-mode differentiation")
@@ -178,10 +183,10 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("shape", [(), (3,)], ids=["0-dim", "1-dim"])
 @pytest.mark.parametrize("operation", NUMBERS.values(), ids=NUMBERS.keys())
 def test_numbers_count_as_numbers(operation: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """While arithmetic is overridden by some live plan, a transform elsewhere gives what it gives without."""
+    """A transform outside the region gives the same result while a live plan overrides arithmetic."""
     x = torch.full(shape, 3e-5 if dtype.is_floating_point else 3).to(dtype)
     by_torch = torch.autocast(DEVICE, dtype=dtype if dtype in (torch.float16, torch.bfloat16) else None)
-    with by_torch:  # in which a device takes reciprocals in fp32
+    with by_torch:  # under autocast, a device takes reciprocals in fp32
         want = torch.stack([operation(x)] * 2)
         if dtype.is_floating_point:
             value, grad = func.vjp(operation, x)[0], func.grad(lambda t: operation(t).float().sum())(x)
@@ -234,7 +239,7 @@ def test_a_transform_compiles_under_a_plan() -> None:
     torch._dynamo.reset()
 
 
-# --- numbers, where the dispatcher hands them to any override -----------------------------------------------
+# --- Python numbers that the dispatcher passes to overrides -----------------------------------------------------
 
 WITH_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
     "add": lambda x: x + 0.7,
@@ -263,7 +268,7 @@ WITH_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("rule", ["fp32", "lower", "widest", "as_is"])
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_any_override_takes_numbers(name: str, rule: str) -> None:
-    """Each operator overridden alone, so that no other override takes the numbers for it."""
+    """Each operator is overridden alone, so that no other override converts the numbers first."""
     operation = WITH_NUMBERS[name]
     region = castwise.autocast(Plan(compute="bf16", ops={name: rule}), device_type=DEVICE)
 
@@ -276,12 +281,12 @@ def test_any_override_takes_numbers(name: str, rule: str) -> None:
 
     for transform in (TRANSFORMS[key] for key in ("no transform", "grad", "vmap", "jvp", "hessian")):
         got, want = transform(inside, W), transform(plain, W)
-        if rule == "lower":  # and then steps and inverses of what is rounded
+        if rule == "lower":  # the derivatives are then of rounded values
             assert got.shape == want.shape
             assert got.isfinite().all()
         else:
             assert torch.equal(got, want)
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):  # where the plan is alive and not in force
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):  # the plan is alive but not in force here
             assert torch.equal(transform(plain, W), want)
     with region:
         low = operation(W.abs().bfloat16() + 0.1)
@@ -291,7 +296,7 @@ def test_any_override_takes_numbers(name: str, rule: str) -> None:
 # --- an override is the same inside a transform and outside ----------------------------------------------------
 
 HELD: dict[str, tuple[dict[str, str], Callable[..., Tensor]]] = {
-    # torch takes linear apart in front of all transforms, and vmap makes a matmul of bmm and of einsum.
+    # torch decomposes linear before all transforms, and vmap turns bmm and einsum into matmul.
     "linear": ({"linear": "fp32"}, lambda w, x: functional.linear(x, w)),
     "linear as it is": ({"linear": "as_is"}, lambda w, x: functional.linear(x, w)),
     "matmul": ({"matmul": "fp32"}, lambda w, x: x @ w),
@@ -313,7 +318,7 @@ def test_an_fp32_override_is_fp32_inside(
 
     def scalar(w: Tensor, x: Tensor) -> Tensor:
         with region:
-            out = f(w * 1.001, x)  # which bf16 cannot hold
+            out = f(w * 1.001, x)  # bf16 cannot represent this factor exactly
         return out.pow(2).sum()
 
     def plain(w: Tensor, x: Tensor) -> Tensor:
@@ -351,7 +356,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "layer_norm": lambda y: functional.layer_norm(y, (4,)),
 }
-WITH_EXP = ("softmax", "log_softmax", "logsumexp")  # torch's forward-mode formula of these calls exp
+WITH_EXP = ("softmax", "log_softmax", "logsumexp")  # torch's forward-mode formulas of these call exp
 SECOND_PLANS: dict[str, dict[str, str]] = {
     "native": {},
     "exp and what calls it": dict.fromkeys(("exp", *WITH_EXP), "fp32"),
@@ -374,7 +379,9 @@ def test_derivatives_of_any_order(function: str, ops: str, transform: str) -> No
     region = castwise.autocast(Plan(compute="bf16", ops=SECOND_PLANS[ops]), device_type=DEVICE)
 
     def plain(w: Tensor, x: Tensor) -> Tensor:
-        y = x @ w + torch.arange(4)  # far from equal in a row, where layer_norm magnifies every rounding
+        y = x @ w + torch.arange(
+            4
+        )  # rows far from constant: on nearly constant rows layer_norm magnifies every rounding error
         out = FUNCTIONS[function](y)
         return (out * torch.linspace(-0.5, 0.4, out.numel()).reshape(out.shape)).sum()
 
@@ -385,9 +392,9 @@ def test_derivatives_of_any_order(function: str, ops: str, transform: str) -> No
     close(SECOND[transform](inside, W), SECOND[transform](plain, W.double()))
 
 
-@pytest.mark.cpu  # of whose lists the formula has one part alone
+@pytest.mark.cpu  # only the CPU's lists contain just one part of the formula
 def test_a_formula_that_calls_an_override_fails_as_under_torch() -> None:
-    """What docs/concepts.md says of derivatives of derivatives; when torch's passes, the words there can go."""
+    """The error that docs/concepts.md describes for derivatives of derivatives. If torch fixes it, update the docs."""
     hessian = func.hessian(lambda w: torch.renorm(X @ w, 2, 0, 1.0).pow(2).sum())
     with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
         func.hessian(by_torch(lambda w, x: torch.renorm(x @ w, 2, 0, 1.0).pow(2).sum()))(W, X)

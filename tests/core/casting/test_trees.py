@@ -1,4 +1,4 @@
-"""Casts through containers of every kind: rebuilt with their own type, or passed as they are in words."""
+"""Casts through containers of every kind: rebuilt with their own type, or passed unchanged with a warning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Scaled(collections.namedtuple("Scaled", "x factor")):  # noqa: PYI024 - it
 
 
 class Pair(tuple):  # type: ignore[type-arg]
-    """A tuple that takes its items one by one and has an attribute."""
+    """A tuple that takes its items as separate arguments and has an attribute."""
 
     note = ""
 
@@ -38,7 +38,7 @@ class Pair(tuple):  # type: ignore[type-arg]
 
 
 class Stack(list):  # type: ignore[type-arg]
-    """A list that takes no items when it is made."""
+    """A list whose constructor takes no items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Derived:
 
 
 class ReadOnly(Mapping[str, Any]):
-    """An immutable mapping that is made of a dict."""
+    """An immutable mapping that is constructed from a dict."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = dict(data)
@@ -84,7 +84,7 @@ class ReadOnly(Mapping[str, Any]):
 
 
 class Sealed(ReadOnly):
-    """An immutable mapping that nobody can make anew."""
+    """An immutable mapping that cannot be rebuilt."""
 
     def __init__(self, data: Mapping[str, Any], key: object = None) -> None:
         if key is None:
@@ -138,7 +138,9 @@ def test_containers_are_rebuilt_with_their_own_type(value: Any) -> None:
     found = tensors(out)
     assert found
     assert all(t.dtype in (torch.float32, torch.int64) for t in found)
-    assert all(t.dtype in (torch.bfloat16, torch.int64) for t in tensors(value))  # never modified
+    assert all(
+        t.dtype in (torch.bfloat16, torch.int64) for t in tensors(value)
+    )  # the input is never modified
     assert cast_floating(out, torch.float32) is out
     assert getattr(out, "note", "kept") == "kept"
     if isinstance(value, collections.defaultdict):

@@ -1,4 +1,4 @@
-"""Low-precision copies of weights: one per forward where a weight is used often, none that is older than its weight."""
+"""Low-precision copies of weights: one per forward for a weight used often, never older than its weight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NATIVE = Plan(compute="bf16")
 
 
 class Net(nn.Module):
-    """A layer whose operator is overridden and one whose is not, recomputed in backward on request."""
+    """A layer with an overridden operator and one without, with optional recomputation in backward."""
 
     def __init__(self, recompute: bool | None) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def train(model: Net, region: Any, around: str) -> list[torch.Tensor]:
-    """Three steps of fused AdamW that nobody tells castwise of; the gradients of each."""
+    """Run three steps of fused AdamW that castwise is not told about; return the gradients of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
     seen = []
 
