@@ -1,4 +1,4 @@
-"""The one place where torch is asked what a device has."""
+"""The module that asks torch what a device supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.core import _torch, devices
 
 
 def _alone(code: str) -> str:
-    """Run code in a process of its own, since a device can be renamed once per process; return what it prints."""
+    """Run code in its own process and return its output; a device can be renamed only once per process."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
     )  # fmt: skip
@@ -63,12 +63,14 @@ def test_the_cpu_has_what_castwise_uses() -> None:
 def test_fused_kernels_are_those_that_torch_has_registered() -> None:
     kernels = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
     assert all(devices.has_fused(kernel, "cpu") for kernel in kernels)
-    assert not any(devices.has_fused(kernel, "meta") for kernel in kernels)  # has shapes, and no numbers
+    assert not any(
+        devices.has_fused(kernel, "meta") for kernel in kernels
+    )  # meta tensors have shapes but no values
     assert devices.has_fused("_fused_adagrad_", "cuda") == _adagrad_fuses_on_cuda()
 
 
 def _adagrad_fuses_on_cuda() -> bool:
-    """Whether Adagrad accepts fused=True for tensors on CUDA: torch 2.11's does not, though builds for CUDA have the kernel."""
+    """Return whether Adagrad accepts fused=True on CUDA: torch 2.11 does not, though its CUDA builds have the kernel."""
     if not torch.backends.cuda.is_built():
         return False
     with FakeTensorMode():  # needs no GPU

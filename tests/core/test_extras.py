@@ -1,4 +1,4 @@
-"""What works with torch, NumPy and rich alone, and what is said where a library of an extra is missing."""
+"""castwise works with only torch, NumPy and rich, and names the extra to install when a library is missing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ SAY = """
 
 
 def without(*missing: str, code: str, folder: Path) -> str:
-    """What is printed by code that runs after a training, where libraries are missing."""
+    """Run a short training and then the code, with the given libraries missing; return the output."""
     lines = textwrap.dedent(CORE_WORKS).format(missing=missing) + textwrap.dedent(SAY).format(code=code)
     return run_python(lines, folder)
 
@@ -192,7 +192,7 @@ def test_every_extra_brings_the_libraries_that_are_said_to_come_with_it() -> Non
 
 
 def test_every_library_that_is_imported_is_one_of_them() -> None:
-    """The integrations apart, whose libraries their users have."""
+    """Every imported library belongs to an extra, except in the trainer bridges: their users have the libraries."""
     own = sys.stdlib_module_names | CORE | {"castwise"}
     found = {
         name

@@ -1,4 +1,4 @@
-"""Files of results are whole, or as they were."""
+"""Result files are either written completely or left unchanged."""
 
 from __future__ import annotations
 

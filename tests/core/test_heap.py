@@ -1,4 +1,4 @@
-"""The heap: freed memory stays while a plan that says so is live, and no longer."""
+"""The C heap: freed memory is kept while a plan with ``host_memory=keep`` is live, and no longer."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ needs_glibc = pytest.mark.skipif(not can_keep(), reason="the C library is not gl
 
 
 def faults(mib: int = 24, blocks: int = 4, warmup: int = 8, times: int = 6) -> float:
-    """Share of its pages that a step has to ask for, which writes some blocks of so many MiB and frees them.
+    """Return the share of a step's pages that cause page faults; a step allocates, writes and frees blocks of the given
+    MiB.
 
-    The blocks are the C library's own: beside a tensor, small things are made that may stay behind its block, at the
-    end of the heap, and then nothing is given back.
+    The blocks come from malloc directly. A tensor would also make small allocations, which can end up behind its block
+    at the end of the heap and keep the memory from being returned.
     """
     library = ctypes.CDLL(None)
     library.malloc.restype = ctypes.c_void_p
     for number in range(warmup + times):
-        if number == warmup:  # the heap has grown
+        if number == warmup:  # the heap has grown by now
             before = page_faults()
         addresses = [library.malloc(mib << 20) for _ in range(blocks)]
         for address in addresses:
@@ -45,7 +46,7 @@ def faults(mib: int = 24, blocks: int = 4, warmup: int = 8, times: int = 6) -> f
 
 
 def _freed() -> None:
-    """Runs in a process of its own."""
+    """Measure page faults before, under and after two live plans; runs in its own process."""
     given = faults()
     first, second = castwise.Amp(KEEP), castwise.Amp(f"{KEEP}+optimizer=as_given")
     first.prepare(nn.Linear(2, 2))
@@ -73,7 +74,7 @@ def _freed() -> None:
 def test_a_live_plan_keeps_memory_and_closing_it_gives_back_what_was_there(
     variables: str,
 ) -> None:
-    """What the environment says of it holds again after it."""
+    """Closing the last plan restores the allocator settings, including those from the environment."""
     program = "from tests.core.test_heap import _freed; _freed()"
     environment = {**os.environ, **dict(word.split("=", 1) for word in variables.split())}
     told = subprocess.run(
@@ -99,7 +100,9 @@ def test_a_session_that_is_dropped_lets_go_of_it() -> None:
 @needs_glibc
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_a_session_that_goes_while_settings_are_aside_lets_go_of_it_too(how: str) -> None:
-    """As one that is collected during another's audit."""
+    """A session that ends while settings are suspended, for instance during another session's audit, releases the heap
+    too.
+    """
     amp = castwise.Amp(KEEP)
     model = nn.Linear(2, 2)
     amp.prepare(model)
@@ -113,7 +116,7 @@ def test_a_session_that_goes_while_settings_are_aside_lets_go_of_it_too(how: str
 
 
 def _grown() -> None:
-    """Runs in a process of its own: batches of changing sizes, and a log of small results between their blocks."""
+    """Allocate batches of changing sizes with small results between them; runs in its own process."""
 
     class Scale(nn.Module):
         def __init__(self) -> None:

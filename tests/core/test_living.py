@@ -1,4 +1,4 @@
-"""Objects of a class that are alive, found without a reference to any other object."""
+"""Finding the live objects of a class without holding a reference to any other object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Own(nn.Parameter):
 
 
 class Odd:
-    """Of another class than it says."""
+    """Claims to be of another class through ``__class__``."""
 
     __class__ = Tensor  # type: ignore[assignment]
 
@@ -34,7 +34,9 @@ def test_instances_of_subclasses_are_found_and_nothing_else() -> None:
 
 
 def test_other_threads_go_on_undisturbed() -> None:
-    """A reference to every object, as of gc.get_objects, has a tuple that another thread is building fail (SystemError)."""
+    """gc.get_objects references every object, which makes a tuple that another thread is building fail with
+    SystemError.
+    """
     failed: list[BaseException] = []
     ended = time.monotonic() + 1.0
     interval = sys.getswitchinterval()

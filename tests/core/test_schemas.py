@@ -1,4 +1,4 @@
-"""The schemas of plans and evidence: what they say is what castwise reads and writes."""
+"""The JSON schemas of plans and evidence match what castwise reads and writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_schema_is_that_of_the_dataclasses(name: str) -> None:
 
 
 def test_every_field_of_a_plan_and_of_evidence_says_what_it_is() -> None:
-    """All but those of the dataclasses that evidence shares with other records."""
+    """Every field has a description, except those of dataclasses that evidence shares with other records."""
     for name, own in {"plan": ("Region", "LossScale"), "evidence": ("Candidate",)}.items():
         found = schema(name)
         parts = {"": found} if name == "plan" else {}
@@ -118,7 +118,7 @@ def test_a_plan_of_another_version_says_what_to_do() -> None:
 
 
 def test_a_field_that_the_schema_of_evidence_does_not_know_is_noticed() -> None:
-    """The check of all that tests write has to see it."""
+    """The schema check that every test's evidence goes through detects an unknown field."""
     for where in (lambda record: record, lambda record: record["candidates"][0]):
         for change in (lambda part: part.update(new=1), lambda part: part.pop("plan")):
             record = copy.deepcopy(make_record())

@@ -166,7 +166,7 @@ SETTINGS = ["same_as_forward", "off"]
 def test_backward_of_a_prepared_module_is_that_of_eager_mode(
     setting: str, line: str, formats: list[str]
 ) -> None:
-    """torch's setting for autocast in backward changes nothing. By default, torch would run the backward of an fp32
+    """The setting for autocast in backward changes nothing. By default, torch would run the backward of an fp32
     region in bf16.
     """
     eager, model = Net(), Net()

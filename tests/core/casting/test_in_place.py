@@ -12,7 +12,7 @@ from tests.here import DEVICE
 
 LINE = "bf16-mixed+ops.exp=fp32+regions.inner=fp32"
 SAME = f"{LINE}+regions.first=fp32"
-"""What comes to ``inner`` is in its format, so it is not cast, and not another tensor."""
+"""``inner`` gets a tensor that already has its format, so nothing is cast or copied."""
 
 
 class Flat(nn.Module):

@@ -379,9 +379,8 @@ def test_derivatives_of_any_order(function: str, ops: str, transform: str) -> No
     region = castwise.autocast(Plan(compute="bf16", ops=SECOND_PLANS[ops]), device_type=DEVICE)
 
     def plain(w: Tensor, x: Tensor) -> Tensor:
-        y = x @ w + torch.arange(
-            4
-        )  # rows far from constant: on nearly constant rows layer_norm magnifies every rounding error
+        # Rows far from constant: on nearly constant rows layer_norm magnifies every rounding error.
+        y = x @ w + torch.arange(4)
         out = FUNCTIONS[function](y)
         return (out * torch.linspace(-0.5, 0.4, out.numel()).reshape(out.shape)).sum()
 

@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A training."""
+    """A model, optimizer and session that train, save and load."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Run:
         return checkpoint.load(found, **self.parts())
 
     def state(self) -> dict[str, Any]:
-        """All that training goes on from."""
+        """Return copies of everything that training continues from."""
         state: dict[str, Any] = {
             f"model.{k}": v.clone() for k, v in self.amp.model_state_dict(self.model).items()
         }
@@ -120,11 +120,11 @@ def test_training_continues_bit_for_bit(tmp_path: Path, plan: str, optimizer: st
     run.train(0)
     at = run.state()
     run.save(tmp_path, 4)
-    same(run.state(), at)  # saving disturbs nothing
+    same(run.state(), at)  # saving changes nothing
     run.train(4)
     want = run.state()
     fresh = Run(plan, optimizer, seed=1)
-    fresh.train(10, 1)  # what it has learnt so far is gone after loading
+    fresh.train(10, 1)  # loading replaces what this training has learnt
     loaded = fresh.load(checkpoint.newest(tmp_path))
     assert (loaded.step, loaded.world_size, loaded.random_state) == (4, 1, True)
     assert Plan.parse(loaded.plan) == run.amp.plan
@@ -155,7 +155,7 @@ def test_a_save_in_the_background_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-master"])
 def test_an_optimizer_that_has_never_stepped_stays_so(tmp_path: Path, plan: str) -> None:
-    """Saving makes no step to get some state, and loading takes away what was not saved."""
+    """Saving takes no step to create optimizer state, and loading removes state that the checkpoint does not have."""
     run = Run(plan)
     run.save(tmp_path, 0)
     assert not run.optimizer.state
@@ -170,7 +170,7 @@ def test_an_optimizer_that_has_never_stepped_stays_so(tmp_path: Path, plan: str)
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps on the device of each parameter, as optimizers of other libraries do."""
+    """Counts its steps on each parameter's device, as some optimizers outside torch do."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, 0.05)
@@ -186,7 +186,7 @@ class Counting(torch.optim.SGD):
 
 
 def test_optimizers_of_other_kinds(tmp_path: Path) -> None:
-    """State of other shapes, in lists, and options that are tensors."""
+    """Optimizer state may have other shapes or be in lists, and options may be tensors."""
     kinds: list[Callable[[Any], torch.optim.Optimizer]] = [
         lambda params: torch.optim.Adafactor(params, 0.05),
         lambda params: torch.optim.Adam(params, torch.tensor(0.01), amsgrad=True),
@@ -237,7 +237,7 @@ def test_lbfgs_keeps_its_history(tmp_path: Path) -> None:
 def test_groups_schedulers_and_several_optimizers(tmp_path: Path) -> None:
     def start() -> tuple[nn.Module, list[torch.optim.Optimizer], Any, castwise.Amp]:
         torch.manual_seed(0)
-        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})  # models, prepared one by one
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})  # two models, prepared separately
         optimizers: list[torch.optim.Optimizer] = [
             torch.optim.SGD([{"params": [model["a"].weight], "weight_decay": 0.1}, {"params": [model["a"].bias]}], 0.1),
             torch.optim.AdamW(model["b"].parameters(), 0.1),
@@ -269,7 +269,7 @@ def test_groups_schedulers_and_several_optimizers(tmp_path: Path) -> None:
         )
     with pytest.raises(CheckpointError, match="2 optimizers were saved, and there are 1 here"):
         checkpoint.load(tmp_path / "step-00000003", model=fresh[0], optimizers=fresh[1][0], amp=fresh[3])
-    checkpoint.load(tmp_path / "step-00000003", model=fresh[0], amp=fresh[3])  # weights alone
+    checkpoint.load(tmp_path / "step-00000003", model=fresh[0], amp=fresh[3])  # weights only
 
 
 def test_wrappers_and_compiled_parts_leave_no_trace_in_the_names(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_wrappers_and_compiled_parts_leave_no_trace_in_the_names(tmp_path: Path)
 
 
 def test_state_saved_in_one_memory_format_loads_into_the_other(tmp_path: Path) -> None:
-    def start(plan: Plan) -> Run:  # without dropout, which is drawn in the order of memory
+    def start(plan: Plan) -> Run:  # no dropout: its random values depend on the memory order
         return Run(
             plan,
             lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, fused=True),
@@ -306,7 +306,7 @@ def test_state_saved_in_one_memory_format_loads_into_the_other(tmp_path: Path) -
     for run in (want, got):
         run.load(tmp_path / "step-00000004")
         run.train(4)
-    # Convolutions of other memory formats add up in another order.
+    # Convolutions in another memory format sum in another order.
     torch.testing.assert_close(got.model.conv.weight, want.model.conv.weight, rtol=1e-5, atol=1e-6)
 
 
@@ -361,7 +361,7 @@ def test_every_plan_loads_every_other(tmp_path: Path, before: str, after: str) -
         if key.startswith("model.") and value.is_floating_point():
             assert got[key].dtype is torch.float32
             kept = value
-            if key in rounded and not full:  # trained without masters: rounded, once
+            if key in rounded and not full:  # trained without masters: rounded once
                 kept = value.to(fresh.amp.plan.compute_dtype).float()
             assert torch.equal(got[key], kept), key
         elif "exp_avg" in key:
@@ -369,7 +369,7 @@ def test_every_plan_loads_every_other(tmp_path: Path, before: str, after: str) -
             assert torch.equal(got[key], value.to(got[key].dtype)), key
     assert (
         fresh.optimizer.param_groups[0]["fused"] is False
-    )  # which kernel runs is not the checkpoint's to say
+    )  # the checkpoint does not decide which kernel runs
     for name in ("loss", "other"):
         had = run.amp.get_scale(name) if before == "fp16-master" else 65536.0
         assert fresh.amp.get_scale(name) == (had if after == "fp16-master" else 1.0)
@@ -379,7 +379,7 @@ def test_every_plan_loads_every_other(tmp_path: Path, before: str, after: str) -
 
 
 def test_the_scale_is_kept_from_plan_to_plan(tmp_path: Path) -> None:
-    """Each named loss has its own; under a plan that has none, nothing is lost by loading."""
+    """Each named loss has its own scale. Loading under a plan without loss scaling does not lose it."""
     run = Run(Plan(compute="fp16", loss_scale=LossScale(init=64.0, interval=2)))
     run.train(0)
     state = run.amp.state_dict()
@@ -396,7 +396,7 @@ def test_the_scale_is_kept_from_plan_to_plan(tmp_path: Path) -> None:
 
 
 def test_tied_weights_may_be_untied_and_tied_again(tmp_path: Path) -> None:
-    """As when the first and the last stage of a pipeline hold the embedding, each its own copy."""
+    """As when the first and the last stage of a pipeline each have their own copy of the embedding."""
 
     def untied() -> nn.Module:
         model = Net()
@@ -531,7 +531,7 @@ def tensors_of(path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Run:
-    """Two checkpoints."""
+    """Return a run that has saved two checkpoints."""
     run = Run("fp32")
     run.train(0, 1)
     run.save(tmp_path, 1)
@@ -603,7 +603,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
 
 
 class Kill(BaseException):
-    """The process ends here, and nothing is tidied up."""
+    """Simulates a process that dies here without any cleanup."""
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, moment: int, call: Callable[[], Any]) -> None:
@@ -646,7 +646,7 @@ def test_a_step_that_is_saved_again_replaces_the_first(
     same(saved.state(), before)
     saved.train(5, 1)
     killed_at(monkeypatch, 1, lambda: saved.save(tmp_path, 3))
-    assert ".step-00000002.replaced" in names(tmp_path)  # it is the newest, so it stays
+    assert ".step-00000002.replaced" in names(tmp_path)  # it is the newest checkpoint, so it stays
     saved.save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     saved.load(checkpoint.newest(tmp_path))
@@ -679,7 +679,7 @@ def test_a_save_that_fails_says_so_and_takes_no_space(tmp_path: Path, saved: Run
         saving.wait()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     unseen = saved.save(tmp_path, 4, asynchronous=True)
-    while not unseen.done:  # nobody calls wait()
+    while not unseen.done:  # without a call of wait()
         time.sleep(0.01)
     monkeypatch.undo()
     with pytest.warns(UserWarning, match="checkpoint of step 4 was not saved: .*No space left"):
@@ -744,7 +744,7 @@ def test_session_scaler_and_masters_are_stateful(tmp_path: Path, plan: str) -> N
     attachment = masters.attachment_of(run.optimizer)
     assert attachment is not None
     with torch.no_grad():
-        run.model.into.bias.fill_(3.0)  # by hand, which the masters hear of when they are saved
+        run.model.into.bias.fill_(3.0)  # changed by hand; saving brings the masters up to date
     state: dict[str, Any] = {"amp": run.amp, "masters": attachment}
     state |= {"scaler": run.amp.scaler} if run.amp.scaler is not None else {}
     assert all(isinstance(item, Stateful) for item in state.values())

@@ -1,4 +1,4 @@
-"""Looking for the newest checkpoint beside a process, or a thread, that saves."""
+"""Finding the newest checkpoint while another process or thread saves."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LOOKS_S = 0.7
 
 
 def save_again_and_again(folder: Path, keep: int, same_step: bool, ended: Callable[[], bool]) -> None:
-    """Saves, each of them whole, one after the other; the first with number 5."""
-    torch.set_default_device(DEVICE)  # which is a thread's own
+    """Save complete checkpoints in a loop, starting with step 5, until ``ended()``."""
+    torch.set_default_device(DEVICE)  # the default device is set per thread
     torch.set_num_threads(1)
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -43,7 +43,7 @@ def _process(folder: Path, keep: int, same_step: bool, ended: Any) -> None:
 @pytest.mark.parametrize(("keep", "same_step"), [(1, False), (2, False), (1, True)])
 @pytest.mark.parametrize("kind", ["process", "thread"])
 def test_there_is_always_one(tmp_path: Path, kind: str, keep: int, same_step: bool) -> None:
-    """And nobody is told of damage, or of a save that was interrupted."""
+    """A complete checkpoint is always found, without a warning about damaged or interrupted saves."""
     ended: Any
     if kind == "process":
         context = forks()
@@ -87,7 +87,7 @@ def test_what_was_found_and_is_gone_is_said(tmp_path: Path) -> None:
 
 
 def _waits(folder: Path, begun: Any, ended: Any) -> None:
-    """A save that takes its time, after one that was whole."""
+    """Save one complete checkpoint, then start one that takes long."""
     from castwise.core.checkpoint import storage
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Checkpoints of an adversary, damaged ones, and two processes in one folder: nothing runs, mixes or changes halfway."""
+"""Forged or damaged checkpoints, and two processes in one folder: no code runs, nothing is mixed or half changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = "9" * 5_000
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Run:
-    """Two checkpoints, and a training that has gone on since."""
+    """Return a run that has saved two checkpoints and then trained on."""
     run = Run("fp16-master")
     run.train(0, 1)
     run.save(tmp_path, 1)
@@ -47,7 +47,7 @@ def saved(tmp_path: Path) -> Run:
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """All that a training goes on from, and what it is stored in."""
+    """Return everything that training continues from, and how it is stored."""
     state = run.state()
     state |= {f"stored.{key}": value.clone() for key, value in run.model.state_dict().items()}
     state["options"] = repr([
@@ -57,7 +57,7 @@ def everything(run: Run) -> dict[str, Any]:
 
 
 def refused(run: Run, path: Any) -> str:
-    """Why a checkpoint is not loaded, in one sentence; and nothing has changed."""
+    """Check that loading fails with a one-line error and changes nothing; return the error."""
     before = everything(run)
     with pytest.raises(CheckpointError) as error:
         run.load(path)
@@ -69,7 +69,7 @@ def refused(run: Run, path: Any) -> str:
 
 
 def passed_over(folder: Path, run: Run) -> str:
-    """Why the second checkpoint is not taken; the first is."""
+    """Check that the second checkpoint is skipped and the first is chosen; return why the second fails to load."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = checkpoint.newest(folder)
@@ -80,7 +80,7 @@ def passed_over(folder: Path, run: Run) -> str:
 
 
 def seal(path: Path) -> None:
-    """Have the manifest say of each file what is true of it now, as a forger would."""
+    """Update the sizes and hashes in the manifest to the files as they are, as a forger would."""
     manifest = json.loads((path / "checkpoint.json").read_text())
     for name in manifest["files"]:
         if (path / name).is_file():
@@ -109,7 +109,7 @@ def with_values(path: Path, values: Any) -> None:
 
 
 class Runs:
-    """A pickle that runs a command, by REDUCE."""
+    """A pickle that runs a command through REDUCE."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -119,7 +119,7 @@ class Runs:
 
 
 class Builds(Runs):
-    """One that runs it by BUILD on a torch object."""
+    """A pickle that runs a command through BUILD on a torch object."""
 
     def __reduce__(self) -> Any:
         return nn.Module, (), {"state": Runs(self.marker)}
@@ -142,10 +142,12 @@ def payloads(marker: Path) -> dict[str, bytes]:
     "name", ["checkpoint.json", "values.json", "rank-00000.safetensors", "tensor", ".metadata"]
 )
 def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, saved: Run, name: str, kind: str) -> None:
-    """Not in files that castwise reads, not in entries of bytes, and not in files of torch's own reader beside them."""
+    """No pickle is executed: not in castwise's files, not in entries of bytes, not in files beside them that torch
+    could read.
+    """
     marker, path = tmp_path / "marker", tmp_path / "step-00000002"
     data = payloads(marker)[kind]
-    if name == "tensor":  # the bytes of a tensor are a pickle: then they are that tensor's numbers
+    if name == "tensor":  # the pickle is stored as a tensor's bytes, so it loads as that tensor's numbers
         values = values_of(path)
         values["tensors"]["extra.seen"] = {
             "dtype": "uint8",
@@ -177,7 +179,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, saved: Run, name: str, k
 def test_nothing_of_torchs_readers_is_called(
     tmp_path: Path, saved: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No unpickler runs while a checkpoint is found and loaded, so none can be poisoned."""
+    """Finding and loading a checkpoint never calls an unpickler, so a malicious pickle cannot run."""
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("an unpickler was called")
@@ -270,7 +272,7 @@ def test_damage_of_every_file_is_found_and_changes_nothing(tmp_path: Path, saved
     for data in (*flips, *cuts, *others, *texts, whole + b" {}", whole * 2):
         (path / name).write_bytes(data)
         if name == "checkpoint.json" and _same_json(data, whole):
-            continue  # a blank that became another blank
+            continue  # the JSON means the same: one blank was replaced by another
         passed_over(tmp_path, saved)
     (path / name).unlink()
     passed_over(tmp_path, saved)
@@ -301,7 +303,7 @@ def test_a_manifest_of_any_shape_is_passed_over_in_words(tmp_path: Path, saved: 
     ):
         forge(path, wrong)
         if isinstance(wrong.get(key), str) and key in ("castwise", "torch", "plan", "digest"):
-            continue  # what is only printed may say anything
+            continue  # these values are only printed, so any string is accepted
         if key == "world_size" and value == 3 and key in wrong:
             assert "the number of parts differs from the number of ranks" in refused(saved, path)
         else:
@@ -309,7 +311,7 @@ def test_a_manifest_of_any_shape_is_passed_over_in_words(tmp_path: Path, saved: 
 
 
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to every value inside of nested JSON."""
+    """Yield the path to every value in nested JSON."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -335,7 +337,7 @@ WRONG: list[Any] = [
 
 
 def loads(run: Run, path: Path) -> str | None:
-    """Why a checkpoint is not loaded; None if it is."""
+    """Return why a checkpoint is refused, or None if it loads."""
     try:
         run.load(path)
     except CheckpointError as error:
@@ -347,7 +349,7 @@ def loads(run: Run, path: Path) -> str | None:
 def test_forged_values_are_refused_whole_or_are_good_to_train_on(
     tmp_path: Path, saved: Run, seed: int
 ) -> None:
-    """Any value in the place of any other: either nothing changes, or training goes on."""
+    """With any value replaced by any other, either loading fails and changes nothing, or training continues."""
     path = tmp_path / "step-00000002"
     values = values_of(path)
     ways = [way for way in nodes(values) if way]
@@ -355,7 +357,7 @@ def test_forged_values_are_refused_whole_or_are_good_to_train_on(
     before = everything(saved)
     refusals = 0
     for _ in range(70):
-        # first which part, or the many numbers of the tensors would be all that is drawn
+        # choose the part first; otherwise nearly all draws would hit the many numbers of the tensors
         part = draw.choice(list(values))
         way = draw.choice([way for way in ways if way[0] == part])
         with_values(path, put(values, way, draw.choice(WRONG)))
@@ -365,7 +367,7 @@ def test_forged_values_are_refused_whole_or_are_good_to_train_on(
             assert "\n" not in error, way
             same(everything(saved), before)
         else:
-            if way[0] != "optimizers":  # where a name may have become another, which some optimizer may want
+            if way[0] != "optimizers":  # a changed name here may be a state that some optimizer requires
                 saved.train(9, 1)
             with_values(path, values)
             saved = Run("fp16-master")
@@ -491,12 +493,12 @@ def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, saved: Run) -> Non
 def test_what_fails_while_it_is_written_is_taken_back(
     tmp_path: Path, saved: Run, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module, an optimizer or a session that refuses what it is given, after others have taken theirs."""
+    """If a module, an optimizer or a session fails while it loads, those that loaded before it are restored."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no,\nnot this")
 
-    if where == "model":  # the last of its modules, when all others have their weights
+    if where == "model":  # fails in the last module, after all others have their weights
         saved.model.tied.register_load_state_dict_pre_hook(refuse)
     elif where == "optimizer":
         saved.optimizer.register_load_state_dict_post_hook(refuse)
@@ -522,7 +524,7 @@ def test_a_checkpoint_that_is_not_accepted_changes_nothing(tmp_path: Path, saved
 
 
 class Counter(nn.Module):
-    """A module with state of its own that is not a tensor, and one that refuses some."""
+    """A module with extra state that is not a tensor; it refuses some values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -589,7 +591,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
 
 
 def saver(pipe: Connection, folder: Path, value: float, saves: int) -> None:
-    """Another process: it saves when it is told to, says what came of it, and stays."""
+    """Run in a second process: save on command, report the result, and stay alive."""
     warnings.simplefilter("ignore")
     model = nn.Linear(64, 64)
     nn.init.constant_(model.weight, value)
@@ -607,7 +609,7 @@ def saver(pipe: Connection, folder: Path, value: float, saves: int) -> None:
 
 
 class Saver:
-    """That process, seen from here."""
+    """Controls that process from the test."""
 
     def __init__(self, folder: Path, value: float, saves: int) -> None:
         context = forks()
@@ -662,14 +664,14 @@ def test_of_two_processes_that_save_at_once_one_is_told_and_nothing_mixes(
         checkpoint.load(path, model=model, amp=amp)
         assert bool((model.weight == winner + 1.0).all())
     with pytest.raises(CheckpointError, match=r"save\(step=20\): another process saves into"):
-        checkpoint.save(tmp_path, 20, model=model, amp=amp)  # it has only paused
+        checkpoint.save(tmp_path, 20, model=model, amp=amp)  # the other process is paused, not dead
     both[winner].kill()
-    checkpoint.save(tmp_path, 20, model=model, amp=amp)  # and a process that was killed claims nothing
+    checkpoint.save(tmp_path, 20, model=model, amp=amp)  # a killed process no longer claims the folder
     assert checkpoint.newest(tmp_path).step == 20
 
 
 def test_a_folder_that_was_left_is_free(tmp_path: Path, processes: Any) -> None:
-    """A process claims the folder that it saves into, until it saves into another."""
+    """A process claims the folder it saves into until it saves into another."""
     run = Run("fp32")
     run.save(tmp_path / "a", 1)
     run.save(tmp_path / "b", 1)

@@ -1,4 +1,4 @@
-"""Options and state of optimizers in checkpoints: whose they are, of which version, and taken back whole."""
+"""Optimizer options and state in checkpoints: which optimizer and torch version they fit, and rollback after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.here import DEVICE
 
 
 class Two(nn.Module):
-    """Weights of one shape, which could stand for one another."""
+    """Two weights of one shape, which could be mistaken for each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_options_that_torchs_optimizers_do_not_have_are_refused(tmp_path: Path, 
 
 
 def test_options_of_ones_own_are_loaded_where_the_group_has_them(tmp_path: Path) -> None:
-    """As the refusal says."""
+    """The user's own options load once the group has them, as the error message advises."""
     run, _ = saved_run(tmp_path)
     run.optimizer.param_groups[0]["depth"] = 2
     run.save(tmp_path, 2)
@@ -109,7 +109,7 @@ def test_options_of_schedulers_are_loaded_before_there_is_one(
 
 
 def test_options_of_another_torch_are_left_out_and_those_it_had_not_stay(tmp_path: Path) -> None:
-    """Newer versions add options: Adam got ``decoupled_weight_decay`` in 2.7."""
+    """Newer torch versions add options: Adam got ``decoupled_weight_decay`` in 2.7."""
     run, path = saved_run(tmp_path)
     values = values_of(path)
     options = values["optimizers"][0]["options"][0]["dict"]
@@ -127,7 +127,7 @@ def test_options_of_another_torch_are_left_out_and_those_it_had_not_stay(tmp_pat
 
 
 class Counts(torch.optim.SGD):
-    """Adds an option in its first step, as many optimizers outside of torch do."""
+    """Adds an option in its first step, as many optimizers outside torch do."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for group in self.param_groups:
@@ -144,7 +144,7 @@ def test_optimizers_outside_of_torch_may_add_options_as_they_step(tmp_path: Path
 
 
 class InPlace(torch.optim.Optimizer):
-    """Loads into the tensors that it has, also into those that it keeps beside its state; may fail at the end."""
+    """Loads into its existing tensors, including those kept outside its state; can fail at the end."""
 
     fails = False
 
@@ -190,7 +190,7 @@ class InPlace(torch.optim.Optimizer):
 def test_optimizers_that_load_in_place_are_taken_back_whole(
     tmp_path: Path, plan: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they fail themselves, and where something after them does."""
+    """If the optimizer fails while it loads, or something fails after it, its state is restored."""
     run, path = saved_run(tmp_path, lambda p: InPlace(p, 0.05), plan)
     optimizer: Any = run.optimizer
 
@@ -205,7 +205,7 @@ def test_optimizers_that_load_in_place_are_taken_back_whole(
             "params": [id(p) for group in optimizer.param_groups for p in group["params"]],
         }
 
-    # `Run.state` clones what is a tensor
+    # `Run.state` clones only tensors
     monkeypatch.setattr(Run, "state", lambda self: {
         f"model.{k}": v.clone() for k, v in self.amp.model_state_dict(self.model).items()
     } | {f"{n}.sum": s["sum"].clone() for n, s in enumerate(self.optimizer.state.values())})  # fmt: skip
@@ -228,7 +228,7 @@ def test_optimizers_that_load_in_place_are_taken_back_whole(
 
 
 def test_single_numbers_of_state_keep_their_format_where_parameters_are_stored_low(tmp_path: Path) -> None:
-    """NAdam's running product is fp32 beside bf16 parameters, and torch's loading casts it."""
+    """NAdam's running product is fp32 beside bf16 parameters; torch's own loading would cast it to bf16."""
     import castwise
 
     model = torch.nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""Plans as values: every way of writing one, and every way of getting one wrong."""
+"""Plans as values: every way to write a plan, and every error in one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def allowed(name: str) -> st.SearchStrategy[str]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any plan that is allowed: of the contradictory ones, one field is put right."""
+    """Draw any allowed plan; where two fields contradict each other, one is corrected."""
     fields: dict[str, Any] = {
         "compute": draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         "params": draw(allowed("params")),
@@ -85,7 +85,9 @@ def plans(draw: st.DrawFn) -> Plan:
         "ops": draw(
             st.dictionaries(
                 names.filter(lambda op: op != "aten::"),
-                st.sampled_from([rule for rule in RULES if rule != "unfused"]),  # for one operator alone
+                st.sampled_from([
+                    rule for rule in RULES if rule != "unfused"
+                ]),  # "unfused" exists for one operator only
                 max_size=3,
             )
         ),
@@ -226,9 +228,7 @@ def test_the_line_of_every_field() -> None:
 def test_modes_of_compiling_are_torchs_own() -> None:
     from torch._inductor import list_mode_options
 
-    for mode in list_mode_options().keys() - {
-        "lite"
-    }:  # which optimizes nothing that is not asked for one by one
+    for mode in list_mode_options().keys() - {"lite"}:  # "lite" optimizes only what is requested explicitly
         assert Plan.parse(f"bf16-mixed+compile={mode}").compile == mode
     with pytest.raises(
         PlanError, match=r"compile='fast' is not allowed.*as_given, default, reduce-overhead, max"
@@ -262,7 +262,7 @@ for text in {[plan.to_json() for plan in several]!r}:
 
 
 def test_digest_of_today_is_the_digest_of_tomorrow() -> None:
-    """Recorded evidence names plans by digest: if this fails, old records no longer match their plans."""
+    """Recorded evidence names plans by digest. If this fails, old records no longer match their plans."""
     assert PRESETS["bf16-mixed"].digest == "7d9a870907a1caf2394ba5d1cde637b420e9866fee25d6c492d6127b1eefb2cc"
 
 
@@ -818,7 +818,7 @@ def by_regex(glob: str, path: str) -> bool:
 
 
 def test_short_globs_mean_what_their_regular_expressions_mean() -> None:
-    """All of them up to four characters, on all short paths."""
+    """Checks all globs of up to four characters on all short paths."""
     globs = ["".join(letters) for size in range(5) for letters in itertools.product("a.?*", repeat=size)]
     paths = ["".join(letters) for size in range(5) for letters in itertools.product("ab.", repeat=size)]
     wrong = [(g, p) for g in globs for p in paths if matches_path(g, p) != by_regex(g, p)]
@@ -907,7 +907,7 @@ def test_a_pattern_is_of_characters_that_are_printed(escaped: str) -> None:
     ],
 )
 def test_a_line_that_says_one_thing_twice_is_refused(items: str) -> None:
-    """As JSON with a key twice is: the last one would win without a word."""
+    """Otherwise the last value would win silently. JSON with a repeated key is refused as well."""
     with pytest.raises(PlanError, match="set the same thing") as caught:
         Plan.parse(f"fp16-mixed+{items}")
     for item in items.split("+"):
@@ -915,14 +915,14 @@ def test_a_line_that_says_one_thing_twice_is_refused(items: str) -> None:
 
 
 def test_a_line_may_have_fields_of_the_default_loss_scale_and_regions_in_a_row() -> None:
-    """Neither sets one thing twice: of regions the last that matches holds."""
+    """Neither sets a value twice: for regions, the last match applies."""
     assert Plan.parse("bf16-mixed+loss_scale=default+loss_scale.init=4").loss_scale == LossScale(init=4)
     assert len(Plan.parse("bf16-mixed+regions.a=fp32+regions.a=bf16").regions) == 2
 
 
 @pytest.mark.parametrize("pattern", ["*" * 3000, "*a" * 3000])
 def test_a_message_about_a_long_pattern_is_short(pattern: str) -> None:
-    """From a line as from a region by itself."""
+    """The message is short for a plan line and for a Region alike."""
     for make in (lambda: Plan.parse(f"bf16-mixed+regions.{pattern}=fp32"), lambda: Region(pattern, "fp32")):
         with pytest.raises(PlanError, match="Allowed: at most 1,000") as caught:
             make()

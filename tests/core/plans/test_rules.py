@@ -1,8 +1,8 @@
-"""Operator tables against the kernels that the installed torch has, and overrides on top of them.
+"""Operator tables compared with the kernels of the installed torch, and overrides on top of them.
 
-What a native kernel does is observed, not assumed: a spy is put right below the autocast key of an operator,
-the operator is called with made-up arguments, and the spy reports the dtypes that arrive. Fake tensors stand
-in for devices that this machine lacks; the autocast kernels are the same code.
+The behavior of native kernels is observed, not assumed: a spy is registered right below an operator's autocast key, the
+operator is called with made-up arguments, and the spy reports the dtypes that arrive. Fake tensors stand in for devices
+that this machine lacks; the autocast kernels are the same code.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from castwise.errors import PlanError, UnknownNameError
 FP32, BF16 = torch.float32, torch.bfloat16
 DEVICE_TYPES = autocast_types()
 WATCHED = [device for device in DEVICE_TYPES if device != "mtia"]
-"""Those where a spy can be put below the autocast key: torch's parser lacks the name of MTIA's autograd key."""
+"""Devices where a spy can be put below the autocast key. torch's parser does not know MTIA's autograd key."""
 
 # --- what native kernels do
 # -----------------------------------------------------------------------------------
 
 
 class Arrived(Exception):
-    """Carries what reached the spy."""
+    """Carries the arguments that reached the spy."""
 
 
 def spy(*args: object, **kwargs: object) -> None:
@@ -54,7 +54,7 @@ def spy(*args: object, **kwargs: object) -> None:
 def made_up_arguments(
     op: _torch.operators.OpOverload, tensors: Iterator[torch.Tensor]
 ) -> tuple[list[object], dict[str, object]]:
-    """Arguments of the right types for a schema; no kernel ever computes with them."""
+    """Return arguments of the types in the schema; no kernel computes with them."""
     values: dict[str, object] = {
         "int": 1, "float": 1.0, "number": 1.0, "bool": False, "str": "dimname::x", "List[int]": [1], "List[bool]":
         [True], "List[str]": ["dimname::x"],
@@ -70,7 +70,7 @@ def made_up_arguments(
         else:
             value = None if kind.startswith("Optional") else values[kind]
             if argument.name == "weight_stride0":
-                value = 3  # weights of a recurrent layer without biases
+                value = 3  # the weights of a recurrent layer without biases
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
@@ -81,16 +81,20 @@ def made_up_arguments(
 def arriving_dtypes(
     op: _torch.operators.OpOverload, device: str, dtypes: Sequence[torch.dtype]
 ) -> list[torch.dtype]:
-    """Dtypes of tensors and of the dtype argument below a device's autocast key; the last of them decides."""
+    """Return the dtypes that arrive below a device's autocast key: of the tensors, then of a dtype argument, which
+    decides.
+    """
     tensors = (torch.empty(2, 2, dtype=dtypes[i % len(dtypes)], device=device) for i in range(32))
     args, kwargs = made_up_arguments(op, tensors)
     library = Library("aten", "IMPL")
     spied = {op}
-    if op._schema.name == "aten::norm":  # torch hands it on to the overloads that take a dtype
+    if op._schema.name == "aten::norm":  # torch forwards it to the overloads that take a dtype
         spied |= {torch.ops.aten.norm.ScalarOpt_dtype, torch.ops.aten.norm.ScalarOpt_dim_dtype}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "overriding a previously registered kernel": yes
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # hides "overriding a previously registered kernel", which is intended
             for overload in spied:
                 library.impl(overload, spy, f"Autograd{device.upper()}", allow_override=True)
         torch.set_autocast_dtype(device, BF16)
@@ -104,7 +108,7 @@ def arriving_dtypes(
             elif isinstance(value, torch.Tensor):
                 found.append(value.dtype)
             elif isinstance(value, (list, tuple)) and op._schema.name != "aten::index_put":
-                # index_put's list holds indices, which keep their dtype.
+                # The list of index_put contains indices, which keep their dtype.
                 found += [item.dtype for item in value if isinstance(item, torch.Tensor)]
         return found
     finally:
@@ -114,14 +118,14 @@ def arriving_dtypes(
 
 
 def observed_rule(op: _torch.operators.OpOverload, device: str) -> str:
-    """Which rule explains what an operator's inputs turn into."""
+    """Return the rule that explains the dtypes an operator's inputs are cast to."""
     try:
         low, wide, mixed = (
             arriving_dtypes(op, device, dtypes) for dtypes in ((BF16,), (FP32,), (FP32, BF16))
         )
     except RuntimeError as error:
         return "banned" if "unsafe to autocast" in str(error) else f"raises {error}"
-    # Operators that take a dtype are not cast but asked for it, as softmax and sum on CUDA.
+    # Operators with a dtype argument (softmax and sum on CUDA) are not cast; autocast sets the argument.
     fp32 = [
         set(dtypes) == {FP32} or (dtypes[0] == BF16 and dtypes[-1] == FP32) for dtypes in (low, wide, mixed)
     ]
@@ -146,14 +150,18 @@ def test_native_table_lists_exactly_what_torch_has_registered(device: str) -> No
         for name in _torch.dispatcher.autocast_registrations(device)
     }
     table = base_table("native", device)
-    assert {op for op, row in table.items() if row.rule == "native"} == set()  # what the tables do not list
+    assert {
+        op for op, row in table.items() if row.rule == "native"
+    } == set()  # "native" is for operators that the tables do not list
     assert registered - set(table) == set()
-    # cuDNN's layer has its autocast kernel in CUDA builds only.
+    # The cuDNN layer has an autocast kernel only in CUDA builds.
     assert set(table) - registered <= ({"_cudnn_rnn"} if device == "cuda" else set())
 
 
 def test_an_operator_of_a_newer_torch_is_cast_by_torchs_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the tables were from before ``reflection_pad1d``: every base table does with it what it does with operators it lists."""
+    """With ``reflection_pad1d`` removed from the tables, every base table treats it as it treats the operators it
+    lists.
+    """
     older = tuple(
         dataclasses.replace(group, ops=" ".join(op for op in group.ops.split() if op != "reflection_pad1d"))
         for group in tables.CPU
@@ -394,9 +402,9 @@ def test_nothing_to_override_where_torch_does_it_already(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICE_TYPES)
 @pytest.mark.parametrize("base", BASES)
 def test_overrides_on_top_of_native_amount_to_the_base_table(base: str, device: str) -> None:
-    """Native rows replaced by the overrides must give each operator the rule that the base table gives it."""
+    """The native table with the overrides applied gives each operator the rule of the base table."""
     native, wanted = base_table("native", device), base_table(base, device)
-    rows = overrides(base, (("neg", "fp32"),), device)  # with ops, so that "none" turns autocast on
+    rows = overrides(base, (("neg", "fp32"),), device)  # ops is not empty, so "none" turns autocast on
     effective = {op: row.rule for op, row in native.items()} | {op: row.rule for op, row in rows.items()}
     for op in effective.keys() | wanted.keys():
         expected = "fp32" if op == "neg" else wanted[op].rule if op in wanted else "as_is"
@@ -410,8 +418,8 @@ def test_cuda_on_a_cpu() -> None:
     assert rows["exp"].rule == rows["layer_norm"].rule == rows["softmax"].rule == "fp32"
     assert rows["binary_cross_entropy"].rule == "banned"
     assert not rows["binary_cross_entropy"].only_low
-    assert "mm" not in rows  # lower on both
-    # CUDA does not list it, so it is looked up part by part there: log_softmax and nll_loss run in fp32.
+    assert "mm" not in rows  # lower in both tables
+    # CUDA does not list it, so its parts are looked up: log_softmax and nll_loss run in fp32.
     assert (rows["cross_entropy_loss"].rule, rows["cross_entropy_loss"].opaque) == ("as_is", False)
 
 
@@ -423,7 +431,7 @@ def test_a_ban_can_become_an_fp32_island() -> None:
 
 def test_none_with_ops_turns_the_native_table_off_but_for_them() -> None:
     rows = overrides("none", (("mm", "lower"), ("exp", "fp32")), "cpu")
-    assert "mm" not in rows  # native casts it anyway
+    assert "mm" not in rows  # native casts it already
     assert rows["exp"].rule == "fp32"
     rest = {op: row for op, row in rows.items() if op != "exp"}
     assert rest.keys() == base_table("native", "cpu").keys() - {"mm"}
@@ -437,7 +445,9 @@ def test_as_is_matters_for_an_unlisted_operator_only_if_its_parts_are_cast() -> 
 
 @pytest.mark.parametrize("device", DEVICE_TYPES)
 def test_what_apex_leaves_whole_is_overridden_on_every_device(device: str) -> None:
-    """Also where no part can be seen: kernels of linalg_matrix_exp and affine_grid_generator multiply inside."""
+    """Includes operators whose parts are not visible: linalg_matrix_exp and affine_grid_generator multiply inside their
+    kernels.
+    """
     rows = overrides("apex", (), device)
     for op in ("affine_grid_generator", "cov", "linalg_matrix_exp", "linalg_pinv", "linalg_svd", "logsumexp"):
         assert (rows[op].rule, rows[op].opaque) == ("as_is", True), op
@@ -551,14 +561,16 @@ def test_where_tables_are_kept_no_operator_that_torch_casts_is_cast_unasked(devi
     rows = rules.meetings(device_type)
     native = rules.base_table("native", device_type)
     assert {op for op, row in native.items() if row.rule != "widest"} <= rows.keys()
-    low_kernels = {op: row for op, row in rows.items() if row.rule != "fp32"}  # factorisations have none
+    low_kernels = {
+        op: row for op, row in rows.items() if row.rule != "fp32"
+    }  # factorisations have no low-precision kernels
     assert all(row.only_low or row.rule in ("as_is", "widest") for row in low_kernels.values())
     assert rows.keys() - low_kernels.keys() <= rules.stored_low("none", device_type).keys()
     kernels.Lease(rows, device_type).close()
 
 
 def test_a_rule_for_any_operator_is_taken_or_refused_in_words() -> None:
-    """Some have overloads that torch declares and never registers, such as ``index_put_.hacked_twin``."""
+    """Some operators have overloads that torch declares but never registers, such as ``index_put_.hacked_twin``."""
     names = {
         name.removeprefix("aten::").partition(".")[0] for name in _torch.operators.operator_names("aten")
     }

@@ -1,4 +1,4 @@
-"""A plan in words: the preset, and what differs from it."""
+"""A plan described in words: the preset and the differences from it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_many_regions_are_counted() -> None:
 
 
 def test_no_field_of_a_plan_goes_unsaid() -> None:
-    """Each plan that differs from bf16-mixed in one field reads differently from it."""
+    """A plan that differs from bf16-mixed in one field has a different description."""
     base = PRESETS["bf16-mixed"]
     others = {
         "compute": "fp16", "params": "compute", "regions": {"a": "fp32"}, "rules": "cuda", "ops": {"exp": "fp32"},
@@ -59,7 +59,7 @@ def test_no_field_of_a_plan_goes_unsaid() -> None:
         "compile": "default", "host_memory": "keep", "output": "as_is", "loss_scale": {"init": 2.0},
     }  # fmt: skip
     fields = {f.name for f in dataclasses.fields(Plan) if f.compare}
-    assert fields - others.keys() == {"master"}  # which says nothing of parameters that are stored in fp32
+    assert fields - others.keys() == {"master"}  # ``master`` has no meaning for parameters stored in fp32
     said = [in_words(dataclasses.replace(base, **{name: value})) for name, value in others.items()]
     assert len({*said, in_words(base)}) == len(others) + 1
     low = dataclasses.replace(base, params="compute")
