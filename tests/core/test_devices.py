@@ -63,9 +63,8 @@ def test_the_cpu_has_what_castwise_uses() -> None:
 def test_fused_kernels_are_those_that_torch_has_registered() -> None:
     kernels = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
     assert all(devices.has_fused(kernel, "cpu") for kernel in kernels)
-    assert not any(
-        devices.has_fused(kernel, "meta") for kernel in kernels
-    )  # meta tensors have shapes but no values
+    # Meta tensors have shapes but no values.
+    assert not any(devices.has_fused(kernel, "meta") for kernel in kernels)
     assert devices.has_fused("_fused_adagrad_", "cuda") == _adagrad_fuses_on_cuda()
 
 

@@ -138,9 +138,8 @@ def test_containers_are_rebuilt_with_their_own_type(value: Any) -> None:
     found = tensors(out)
     assert found
     assert all(t.dtype in (torch.float32, torch.int64) for t in found)
-    assert all(
-        t.dtype in (torch.bfloat16, torch.int64) for t in tensors(value)
-    )  # the input is never modified
+    # The input is never modified.
+    assert all(t.dtype in (torch.bfloat16, torch.int64) for t in tensors(value))
     assert cast_floating(out, torch.float32) is out
     assert getattr(out, "note", "kept") == "kept"
     if isinstance(value, collections.defaultdict):

@@ -85,9 +85,8 @@ def plans(draw: st.DrawFn) -> Plan:
         "ops": draw(
             st.dictionaries(
                 names.filter(lambda op: op != "aten::"),
-                st.sampled_from([
-                    rule for rule in RULES if rule != "unfused"
-                ]),  # "unfused" exists for one operator only
+                # "unfused" exists for one operator only.
+                st.sampled_from([rule for rule in RULES if rule != "unfused"]),
                 max_size=3,
             )
         ),

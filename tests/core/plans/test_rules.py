@@ -92,9 +92,8 @@ def arriving_dtypes(
         spied |= {torch.ops.aten.norm.ScalarOpt_dtype, torch.ops.aten.norm.ScalarOpt_dim_dtype}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # hides "overriding a previously registered kernel", which is intended
+            # Hides "overriding a previously registered kernel", which is intended.
+            warnings.simplefilter("ignore", UserWarning)
             for overload in spied:
                 library.impl(overload, spy, f"Autograd{device.upper()}", allow_override=True)
         torch.set_autocast_dtype(device, BF16)
@@ -150,9 +149,8 @@ def test_native_table_lists_exactly_what_torch_has_registered(device: str) -> No
         for name in _torch.dispatcher.autocast_registrations(device)
     }
     table = base_table("native", device)
-    assert {
-        op for op, row in table.items() if row.rule == "native"
-    } == set()  # "native" is for operators that the tables do not list
+    # "native" is for operators that the tables do not list.
+    assert {op for op, row in table.items() if row.rule == "native"} == set()
     assert registered - set(table) == set()
     # The cuDNN layer has an autocast kernel only in CUDA builds.
     assert set(table) - registered <= ({"_cudnn_rnn"} if device == "cuda" else set())
@@ -561,9 +559,8 @@ def test_where_tables_are_kept_no_operator_that_torch_casts_is_cast_unasked(devi
     rows = rules.meetings(device_type)
     native = rules.base_table("native", device_type)
     assert {op for op, row in native.items() if row.rule != "widest"} <= rows.keys()
-    low_kernels = {
-        op: row for op, row in rows.items() if row.rule != "fp32"
-    }  # factorisations have no low-precision kernels
+    # Factorisations have no low-precision kernels.
+    low_kernels = {op: row for op, row in rows.items() if row.rule != "fp32"}
     assert all(row.only_low or row.rule in ("as_is", "widest") for row in low_kernels.values())
     assert rows.keys() - low_kernels.keys() <= rules.stored_low("none", device_type).keys()
     kernels.Lease(rows, device_type).close()
