@@ -1,1 +1,1 @@
-"""Masters beyond the step: what else writes, averages, loads, freezes and closes."""
+"""Tests of fp32 master weights: steps, writes, averages, loading, freezing and closing."""

@@ -1,4 +1,4 @@
-"""Optimizers in the forms that their libraries have, which write to what they hold outside of ``step``."""
+"""Optimizers as their libraries write them, which change weights outside of ``step``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.here import DEVICE
 
 
 class SAM(Optimizer):
-    """As in davda54/sam, which everyone copies: climbs, has the caller evaluate there, comes back and steps."""
+    """SAM as in the widely copied davda54/sam: climbs, lets the caller evaluate there, returns and steps."""
 
     def __init__(self, params: Any, base: Any, rho: float = 0.05, data: bool = True, **options: Any) -> None:
         super().__init__(params, {"rho": rho, **options})
@@ -53,7 +53,7 @@ class SAM(Optimizer):
 
 
 class ScheduleFree(Optimizer):
-    """SGD as the package ``schedulefree`` has it: ``train()`` and ``eval()`` move between two points of the weights."""
+    """SGD as in the package ``schedulefree``: ``train()`` and ``eval()`` switch the weights between two points."""
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
@@ -88,7 +88,9 @@ class ScheduleFree(Optimizer):
 
 
 class Lookahead:
-    """An outer optimizer that is no ``Optimizer``: every k steps, slow weights through ``p.data``."""
+    """An outer optimizer that does not derive from ``Optimizer``: every k steps it writes slow weights through
+    ``p.data``.
+    """
 
     def __init__(self, base: Optimizer, k: int = 2, alpha: float = 0.5, replace: bool = False) -> None:
         self.base, self.k, self.alpha, self.replace, self.count = base, k, alpha, replace, 0
@@ -114,7 +116,7 @@ class Lookahead:
 
 
 class AdaHessian(Optimizer):
-    """The Hessian's diagonal by Hutchinson: differentiates the gradients by the parameters that it holds."""
+    """The Hessian's diagonal by Hutchinson's method: differentiates the gradients by the parameters it holds."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})

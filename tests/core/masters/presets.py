@@ -1,4 +1,4 @@
-"""Presets that the tests of this folder can run."""
+"""Presets that the tests in this folder can run on this device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with one model is nothing to the others of the process."""
+"""A broken model does not affect other models in the process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def masters_of(optimizer: Optimizer) -> list[Any]:
 
 
 def look(model: nn.Module, amp: Amp) -> None:
-    """Everything that brings a model up to date before a look at it."""
+    """Run everything that updates a model from its masters before reading it."""
     model(torch.ones(1, 8))
     model.state_dict()
     amp.model_state_dict(model)
@@ -51,7 +51,7 @@ def look(model: nn.Module, amp: Amp) -> None:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["the model", "a copy"])
 def test_a_model_that_was_typed_anew_does_not_stop_another(copied: bool) -> None:
-    """``model.float()`` under masters: its own steps say so, other models train and close."""
+    """After ``model.float()``, that model's own steps raise an error; other models train and close."""
     broken, other = prepared(), prepared(1)
     train(*broken)
     _, model, optimizer = broken
@@ -71,12 +71,12 @@ def test_a_model_that_was_typed_anew_does_not_stop_another(copied: bool) -> None
 
 
 def test_threads_train_models_of_their_own() -> None:
-    """Each as it does alone."""
+    """Each thread gets the same result as a model trained alone."""
     results: dict[int, Any] = {}
 
     def work(index: int) -> None:
         if DEVICE != "cpu":
-            torch.set_default_device(DEVICE)  # which is a thread's own
+            torch.set_default_device(DEVICE)  # the default device is set per thread
         try:
             amp, model, optimizer = lives[index]
             train(amp, model, optimizer, 20)
@@ -105,18 +105,18 @@ def test_threads_train_models_of_their_own() -> None:
 def test_what_leaves_while_another_thread_looks_at_all_leaves_quietly() -> None:
     first, second = prepared(), prepared()
     looking = attachments()
-    next(looking)  # as a thread that is half way through them
+    next(looking)  # like a thread that is halfway through the iteration
     second[0].close()
     left = weakref.ref(second[1])
     del second
-    gc.collect()  # a callback that fails here is an error of this test
+    gc.collect()  # an error in a callback here fails this test
     assert left() is None
     assert first[0].plan.keeps_masters
     del looking
 
 
 def test_a_parameter_put_in_anothers_place_is_trained_by_a_master() -> None:
-    """In model and optimizer, after ``prepare``: the group is as long as before."""
+    """A parameter is replaced in model and optimizer after ``prepare``; the group's length does not change."""
     amp, model, optimizer = prepared()
     model[2].weight = new = nn.Parameter(torch.ones_like(model[2].weight))
     optimizer.param_groups[0]["params"][2] = new
@@ -128,7 +128,7 @@ def test_a_parameter_put_in_anothers_place_is_trained_by_a_master() -> None:
 
 
 def test_a_session_keeps_no_masters_of_models_that_are_gone() -> None:
-    """It lives on and prepares others."""
+    """The masters are freed with the model, while the session lives on."""
     amp, model, optimizer = prepared()
     train(amp, model, optimizer)
     master = weakref.ref(masters_of(optimizer)[0])
@@ -140,7 +140,7 @@ def test_a_session_keeps_no_masters_of_models_that_are_gone() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_script_modules_take_no_hooks_and_are_passed_over() -> None:
-    """Their parameters get masters as others do."""
+    """A scripted module gets no hooks, but its parameters get masters."""
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Amp("bf16-master") as amp:
@@ -150,7 +150,7 @@ def test_script_modules_take_no_hooks_and_are_passed_over() -> None:
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-master", "fp16-master+optimizer=fused", "bf16-true"])
 def test_a_group_may_hold_a_tuple(plan: str) -> None:
-    """As torch's optimizers step, save and load it, whoever put it there; it trains as a list does, and comes back."""
+    """torch's optimizers accept a tuple of parameters. It trains the same as a list, and the group keeps its type."""
     results = []
     for kind in (list, tuple):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What users and optimizers set on parameters, seen on parameters and masters alike."""
+"""Attributes set on a parameter by users or optimizers are visible on both the parameter and its master."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.here import DEVICE
 
 @pytest.fixture(params=["plain", "dtensor"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[nn.Module]:
-    """Two layers, of which one is sharded over this process alone."""
+    """Return two layers, one of them optionally sharded over a mesh of this process only."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     if request.param == "plain":
@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[nn.Module]
 
 
 class Faster(torch.optim.Optimizer):
-    """SGD that is eight times faster where a parameter says ``fast``, and counts its updates on it."""
+    """SGD with an eight times higher rate for parameters marked ``fast``; it counts its updates on the parameter."""
 
     def __init__(self, params: Any, lr: float = 2**-6) -> None:
         super().__init__(params, {"lr": lr})
@@ -68,7 +68,7 @@ def held(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-@pytest.mark.cpu  # the mesh of some is one of CPUs
+@pytest.mark.cpu  # some cases use a CPU mesh
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("plan", MASTERS)
 def test_the_optimizer_sees_what_is_set_on_parameters(plan: str, when: str, model: nn.Module) -> None:
@@ -119,7 +119,7 @@ def test_what_describes_the_tensor_itself_is_the_masters_own(model: nn.Module) -
 
 
 class Expert(nn.Parameter):
-    """As libraries derive their parameters."""
+    """A parameter subclass with attributes, as libraries define them."""
 
     __slots__ = ("rank",)
     kind = "expert"
@@ -180,7 +180,9 @@ def test_hooks_set_on_a_master_are_the_parameters() -> None:
 
 
 def test_per_sample_gradients_reach_an_optimizer_that_reads_them() -> None:
-    """As Opacus has it: its module sets ``grad_sample``, its optimizer makes gradients of it, in the parameter's dtype."""
+    """As in Opacus: its module sets ``grad_sample``, and its optimizer computes gradients from it in the parameter's
+    dtype.
+    """
     model = nn.Linear(4, 2)
     _, optimizer = session("bf16-master", model)
     for p in model.parameters():
@@ -197,7 +199,7 @@ def test_per_sample_gradients_reach_an_optimizer_that_reads_them() -> None:
 
 
 class Anchored(Faster):
-    """Keeps the parameters that it began with in its state, as GrokAdamW does."""
+    """Keeps the initial parameters in its state, as GrokAdamW does."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -234,7 +236,7 @@ def test_masters_in_a_saved_state_load_with_weights_only() -> None:
 
 @pytest.mark.parametrize("way", ["pickle", "torch"])
 def test_pickled_optimizers_have_the_parameters_of_the_pickled_model(way: str) -> None:
-    """As :meth:`Amp.close` would leave both: in fp32, with the attributes, and without masters."""
+    """The result equals what :meth:`Amp.close` leaves: fp32, with attributes, without masters."""
     model = nn.Linear(4, 2)
     _, optimizer = trained(model)
     both: Any = pickle.loads(pickle.dumps((model, optimizer))) if way == "pickle" else None

@@ -1,4 +1,4 @@
-"""Averages of weights are right under every plan, and one that cannot be is noticed."""
+"""Averages of weights are correct under every plan; an average that cannot be correct causes a warning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make() -> nn.Sequential:
 
 
 def trained(plan: str, steps: int, *averages: Any) -> tuple[castwise.Amp, Any, list[list[torch.Tensor]]]:
-    """A model trained under a plan, averaged after each step, and its fp32 weights at each."""
+    """Train a model under a plan with averaging after each step; return it and its fp32 weights after each step."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     amp = castwise.Amp(plan, device=DEVICE)
@@ -60,7 +60,7 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", ALL)
 def test_averages_are_those_of_the_masters(plan: str, kind: str) -> None:
-    """In fp32, of the full weights at every step."""
+    """The average is in fp32, of the full-precision weights at every step."""
     amp, (model, average), history = trained(
         plan, 12, lambda model: castwise.AveragedModel(model, **KINDS[kind])
     )
@@ -81,19 +81,19 @@ def test_averages_are_those_of_the_masters(plan: str, kind: str) -> None:
     assert out.dtype is torch.float32 if PRESETS[plan].output == "fp32" else True
     reference = make().eval()
     reference.load_state_dict({k: v.float() for k, v in average.module.state_dict().items()})
-    # Weights, activations and the two matrix products are rounded to the plan's format: bf16 has 8 bits.
+    # Tolerance: weights, activations and both matrix products are rounded to the plan's format (8 bits for bf16).
     torch.testing.assert_close(out.float(), reference(x), rtol=0.05, atol=0.05)
     assert not any(is_low(p) for p in average.parameters())
     torch.testing.assert_close(copy.deepcopy(average)(x), out, rtol=0, atol=0)
-    if kind == "swa":  # other rules are functions inside of functions
-        again = pickle.loads(pickle.dumps(average))  # which has no plan
+    if kind == "swa":  # the other averaging functions are nested and cannot be pickled
+        again = pickle.loads(pickle.dumps(average))  # the unpickled average has no plan
         torch.testing.assert_close(again.state_dict(), average.state_dict(), rtol=0, atol=0)
     amp.close()
 
 
 @pytest.mark.parametrize("plan", ALL)
 def test_a_rule_of_ones_own_reads_the_sessions_weights(plan: str) -> None:
-    """As the guide has it."""
+    """A custom averaging rule, as in the guide, reads weights from the session."""
     amp, (model, ema), history = trained(plan, 3, castwise.AveragedModel)
     start = [p.detach().clone() for p in ema.module.parameters()]
     weights = amp.model_state_dict(model)
@@ -106,7 +106,7 @@ def test_a_rule_of_ones_own_reads_the_sessions_weights(plan: str) -> None:
 
 
 def test_most_of_an_averages_movement_is_lost_without() -> None:
-    """The reason for AveragedModel, and that the ordinary one is noticed, once, in words."""
+    """An average of the low-precision weights loses most of the movement; torch's AveragedModel causes one warning."""
     ema = swa_utils.get_ema_multi_avg_fn(DECAY)
     with pytest.warns(UserWarning, match=r"castwise\.AveragedModel") as said:
         amp, (_, low, full), history = trained(
@@ -125,7 +125,7 @@ def test_most_of_an_averages_movement_is_lost_without() -> None:
 
 
 def test_a_teacher_by_hand_is_noticed() -> None:
-    """``deepcopy`` and a loop of one's own."""
+    """The teacher is a ``deepcopy`` updated in a hand-written loop."""
     model, optimizer = prepared()
     teacher = copy.deepcopy(model).requires_grad_(False)
     train(model, optimizer, 2)
@@ -184,7 +184,7 @@ def _filled(model: nn.Module) -> list[Tensor]:
 
 
 def _teacher(model: nn.Module) -> list[Tensor]:
-    """A model of its own, which says that it is trained."""
+    """Return a teacher's own parameters, which require gradients."""
     teacher = copy.deepcopy(model)
     averages = [nn.Parameter(p.detach().clone()) for p in teacher.parameters()]
     assert all(average.requires_grad for average in averages)
@@ -250,7 +250,7 @@ def _by_new_lerp(averages: list[Tensor], model: nn.Module) -> None:
     ],
 )
 def test_averages_of_libraries_are_noticed(begin: Any, update: Any) -> None:
-    """Once, within a few steps."""
+    """Averages made by libraries cause one warning within a few steps."""
     model, optimizer = prepared()
     averages = begin(model)
     with warnings.catch_warnings(record=True) as said:
@@ -267,7 +267,7 @@ def test_averages_of_libraries_are_noticed(begin: Any, update: Any) -> None:
     "how", ["best", "noise", "once", "dropped", "forward", "source", "none", "kept", "noisy"]
 )
 def test_clones_that_are_no_averages_are_not_noticed(how: str, begin: Any) -> None:
-    """Weights to come back to, memory for something else, what is gone, a teacher that stays as it is."""
+    """Backups, buffers used for something else, freed clones and a constant teacher cause no warning."""
     model, optimizer = prepared()
     kept = begin(model)
     with warnings.catch_warnings():
@@ -302,7 +302,7 @@ def test_a_model_that_clones_its_weights_in_forward_leaves_nothing_behind() -> N
 
 
 def test_an_average_that_is_put_into_the_model_reaches_the_masters() -> None:
-    """And the weights that come back after that are the masters' own, to the last bit."""
+    """When the saved weights are put back afterwards, the masters are restored bit for bit."""
     model, optimizer = prepared()
     train(model, optimizer, 2)
     masters: list[Any] = [master_of(p) for p in model.parameters()]
@@ -324,7 +324,7 @@ def test_an_average_that_is_put_into_the_model_reaches_the_masters() -> None:
 
 @pytest.mark.parametrize("how", ["nothing", "copied", "loaded", "fp32", "trained"])
 def test_other_copies_are_not_noticed(how: str) -> None:
-    """A target network that takes the weights over, a checkpoint, a copy with masters or in fp32."""
+    """No warning for a copied target network, a checkpoint, a copy with its own masters or a copy in fp32."""
     model, optimizer = prepared()
     other = copy.deepcopy(model)
     if how == "trained":
@@ -350,7 +350,7 @@ def test_other_copies_are_not_noticed(how: str) -> None:
 
 
 def test_an_average_made_before_prepare_is_fp32() -> None:
-    """And reads the masters as well."""
+    """An average made before prepare also reads the masters."""
     model = make()
     average = castwise.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -370,7 +370,7 @@ def test_an_average_made_before_prepare_is_fp32() -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_statistics_that_are_near_to_a_weight_are_not_noticed(affine: bool) -> None:
-    """A running variance begins at one, as the weights of norms do."""
+    """A running variance starts at one, like the weights of norms, and causes no warning."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16, affine=affine), nn.Linear(16, 4)

@@ -1,4 +1,4 @@
-"""Writes to parameters that autograd does not count: masters take them over before the next step."""
+"""Writes to parameters that autograd does not count reach the masters before the next step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ WRITES = [
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("plan", MASTERS)
 def test_writes_through_data_are_writes(plan: str, write: Callable[[list[Tensor], int], None]) -> None:
-    """Bit for bit as the same writes that autograd counts; elements that nobody wrote keep their low bits."""
+    """The result equals that of the same writes counted by autograd; elements not written keep their low-order bits."""
     ends = []
     for data in (True, False):
         amp, model, optimizer = session(plan)
@@ -111,11 +111,11 @@ def test_writes_through_data_are_writes(plan: str, write: Callable[[list[Tensor]
         assert torch.equal(got, want)
 
 
-@pytest.mark.cpu  # the mesh is one of CPUs
+@pytest.mark.cpu  # the mesh is on the CPU
 @pytest.mark.skipif(not dist.is_available(), reason="this torch is built without torch.distributed")
 @pytest.mark.parametrize("local", [False, True])
 def test_writes_to_whole_shards_are_found_at_the_next_step(local: bool, tmp_path: Path) -> None:
-    """DTensors count no writes through ``data``."""
+    """DTensors do not count writes through ``data``."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -176,7 +176,7 @@ def test_other_ways_of_writing_whole_parameters_are_taken_over(way: str) -> None
 
 
 def test_data_may_be_written_between_forward_and_backward() -> None:
-    """As in torch, where such writes are not counted against what a backward needs."""
+    """As in torch, a write through ``data`` does not invalidate the tensors that backward needs."""
     amp, model, optimizer = session()
     loss = model(torch.ones(2, 16)).square().mean()
     model[2].weight.data.mul_(0.5)
@@ -187,7 +187,7 @@ def test_data_may_be_written_between_forward_and_backward() -> None:
 
 
 def test_a_write_through_data_fails_no_backward_that_needs_what_was_read_before() -> None:
-    """A codebook that is looked up without its gradient and moved in the same forward; in torch each ``data`` counts alone."""
+    """Such as a codebook that is read without gradient and updated in the same forward."""
     amp, model, optimizer = session()
     for seed in range(2):
         h = model(torch.randn(8, 16, generator=torch.Generator(DEVICE).manual_seed(seed)))
@@ -266,7 +266,8 @@ def test_copies_in_inference_mode_are_made() -> None:
         assert torch.equal(copy.deepcopy(model[0].weight), model[0].weight.data)
 
 
-@pytest.mark.cpu  # which looks at each step; on a device such a write is found too late, and said
+# Compiled code is checked at each step; on a device, a write is found too late and causes a warning.
+@pytest.mark.cpu
 def test_under_torch_compile_data_is_read_and_written() -> None:
     amp, model, optimizer = session()
 
@@ -284,7 +285,7 @@ def test_under_torch_compile_data_is_read_and_written() -> None:
 
 
 class Own(nn.Parameter):
-    """A user's class, which torch.compile looks into."""
+    """A user's subclass, which torch.compile traces into."""
 
 
 @pytest.mark.parametrize("kind", [nn.Parameter, Own])
@@ -305,7 +306,7 @@ def test_compiled_code_that_reads_data_and_clones_has_no_breaks(kind: type[nn.Pa
 
 
 def test_parameters_with_masters_are_ordinary_ones() -> None:
-    """In print, in files, for whoever makes another parameter of one."""
+    """Printing, pickling and wrapping in another Parameter work as for any parameter."""
     amp, model, _ = session()
     p = model[0].weight
     assert type(p) is nn.Parameter
@@ -331,7 +332,7 @@ def test_data_of_parameters_without_masters_is_as_ever() -> None:
             del p.data
 
 
-# --- what is no write to torch -----------------------------------------------------------------------------------
+# --- writes that torch does not see ------------------------------------------------------------------------------
 
 
 def as_numpy(tensor: Tensor) -> Any:
@@ -346,7 +347,7 @@ def by_dlpack(p: Tensor) -> None:
     torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())).mul_(2)
 
 
-@pytest.mark.cpu  # numpy writes to memory of the host
+@pytest.mark.cpu  # numpy writes to host memory
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("write", [by_numpy, by_dlpack])
 def test_writes_past_torch_are_found_at_the_next_step(write: Callable[[Tensor], None], layout: Any) -> None:
@@ -367,7 +368,7 @@ def test_writes_past_torch_are_found_at_the_next_step(write: Callable[[Tensor], 
             assert torch.equal(master_of(q), master)  # type: ignore[arg-type]
 
 
-@pytest.mark.cpu  # numpy writes to memory of the host
+@pytest.mark.cpu  # numpy writes to host memory
 def test_a_part_that_is_written_again_and_again_is_met() -> None:
     amp, model, optimizer = session()
     for seed in range(60):
@@ -379,7 +380,7 @@ def test_a_part_that_is_written_again_and_again_is_met() -> None:
 
 
 def test_the_sample_says_nothing_where_parameters_are_their_masters() -> None:
-    """NaN, infinities, zeros of both signs, empty and overlapping tensors included."""
+    """Covers NaN, infinities, zeros of both signs, and empty and overlapping tensors."""
     values = torch.tensor([float("nan"), float("inf"), -0.0, 0.0, 1.00001, 7e4])
     sources = [values, values.view(2, 3).t(), torch.ones(()), torch.ones(0), torch.ones(1).expand(4)]
     for dtype in (torch.bfloat16, torch.float16):

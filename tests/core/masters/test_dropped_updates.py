@@ -1,4 +1,4 @@
-"""Updates that rounding drops are counted in the run, and the run does not notice."""
+"""The session counts updates lost to rounding, without changing the training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Noisy(torch.optim.Optimizer):
-    """Somebody's own, with options of its own, that draws random numbers in its step."""
+    """A custom optimizer with its own options, which draws random numbers in its step."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -44,7 +44,7 @@ class Noisy(torch.optim.Optimizer):
 
 
 class Wrapping(Noisy):
-    """Steps another optimizer: a copy of it would step that one too."""
+    """Steps another optimizer, so stepping a copy of it would step the original too."""
 
     def __init__(self, params: Any) -> None:
         params = list(params)
@@ -70,7 +70,7 @@ def run(amp: castwise.Amp, model: nn.Module, optimizer: torch.optim.Optimizer, s
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_share_is_that_of_a_step_made_in_fp32(kind: str) -> None:
-    """Held against a float copy of parameter, state and optimizer, of which each step is made as well."""
+    """The share equals that computed from fp32 copies of parameter, state and optimizer that take the same steps."""
     model = layer()
     optimizer = OPTIMIZERS[kind](model.parameters())
     amp = castwise.Amp("bf16-true", device=DEVICE)
@@ -126,7 +126,7 @@ def test_the_run_does_not_notice(
 
 
 def test_a_scheduler_and_several_groups_are_followed() -> None:
-    """Of groups with a rate of nothing no update is there to drop."""
+    """A group with learning rate zero has no updates to lose."""
     model = nn.ModuleList([layer(), layer()])
     optimizer = torch.optim.SGD(
         [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters()}], 1e-5
@@ -199,12 +199,12 @@ def test_close_takes_the_looks_off() -> None:
 
 
 class Signs(torch.optim.Optimizer):
-    """Moves every element by the rate, and keeps what rounding drops in one of the ways there are."""
+    """Moves every element by the learning rate, and keeps the rounding error in one of the known ways."""
 
     def __init__(self, params: Any, way: str, lr: float = 1e-4, *, everywhere: bool = False) -> None:
         super().__init__(params, {"lr": lr})
         self.way = way
-        self.everywhere = everywhere  # whatever the format
+        self.everywhere = everywhere  # compensate in every format, not only in low precision
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -216,7 +216,7 @@ class Signs(torch.optim.Optimizer):
 
     def update(self, p: torch.Tensor, by: torch.Tensor) -> None:
         low, state, before = p.dtype is not torch.float32, self.state[p], p.clone()
-        if self.way == "sped":  # the sum of the updates is the update, which is no sum of what is lost
+        if self.way == "sped":  # keeps the sum of updates as momentum, not the sum of what rounding drops
             p.copy_(p.float() + state.setdefault("speed", torch.zeros_like(p.float())).mul_(0.9).add_(by))
         elif (not low and not self.everywhere) or self.way == "dropped":
             p.copy_(p.float() + by)
@@ -252,7 +252,7 @@ class Signs(torch.optim.Optimizer):
 def test_optimizers_that_keep_what_rounding_drops_are_not_accused(
     way: str, everywhere: bool, lr: float
 ) -> None:
-    """Those too that keep it in every format, where a step in fp32 takes all that was kept before."""
+    """Includes optimizers that keep it in every format; their fp32 step applies everything kept so far."""
     model = layer()
     optimizer = Signs(model.parameters(), way, lr, everywhere=everywhere)
     amp = castwise.Amp("bf16-true", device=DEVICE)
@@ -277,7 +277,7 @@ def test_those_that_keep_nothing_still_are(lr: float, way: str) -> None:
 
 
 def test_what_was_taken_for_lost_is_given_back() -> None:
-    """A rounding at random of which the first looks saw nothing, since its updates were too small."""
+    """Stochastic rounding whose first updates are too small to show; they are no longer counted as lost later."""
     model = layer()
     optimizer = Signs(model.parameters(), "random", 1e-9)
     amp = castwise.Amp("bf16-true", device=DEVICE)

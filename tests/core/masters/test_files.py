@@ -1,4 +1,4 @@
-"""``model.state_dict()`` and ``optimizer.state_dict()`` through ``torch.save``: a training goes on from them bit for bit."""
+"""Training resumes bit for bit from ``model.state_dict()`` and ``optimizer.state_dict()`` saved by ``torch.save``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Tied(nn.Module):
-    """Weights in fp32 and low ones, one of them under two names."""
+    """fp32 and low-precision weights, one of them tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, 8] to [batch, 4]."""
+        """Map [batch, 8] to [batch, 4]."""
         out: Tensor = self.head(self.b(torch.tanh(self.norm(self.a(x)))))
         return out
 
@@ -81,7 +81,7 @@ def train(amp: Any, model: nn.Module, optimizer: Optimizer, steps: range) -> Non
 
 
 def files(model: nn.Module, optimizer: Optimizer) -> Any:
-    """What a loop saves, and a later process reads."""
+    """Return what a training loop saves and a later process loads."""
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
@@ -102,7 +102,7 @@ def same(amp: castwise.Amp, model: nn.Module, want: dict[str, Tensor]) -> bool:
 
 
 def uninterrupted(plan: str, make: Make) -> tuple[Any, Any, dict[str, Tensor]]:
-    """Files and session's state in the middle of a training, and the weights at its end."""
+    """Return the files and the session state in the middle of a training, and the weights at its end."""
     model, optimizer = fresh(make)
     with session(plan, model, optimizer) as amp:
         train(amp, model, optimizer, range(3))
@@ -122,7 +122,7 @@ PLANS = [*MASTERS, "bf16-master+regions.head=params:fp32"]
 def test_a_training_goes_on_bit_for_bit_from_what_every_loop_saves(
     plan: str, name: str, order: str, prepared: str
 ) -> None:
-    """In either order, before or after ``prepare``; nothing of it stays in the optimizer."""
+    """Loading works in either order, before or after ``prepare``, and leaves no castwise keys in the optimizer."""
     saved, state, want = uninterrupted(plan, OPTIMIZERS[name])
     model, optimizer = fresh(OPTIMIZERS[name], other=True)
     with session(plan, *([model, optimizer] if prepared == "before" else [])) as amp:
@@ -139,7 +139,9 @@ def test_a_training_goes_on_bit_for_bit_from_what_every_loop_saves(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_both_files_load_and_train_in_plain_torch(name: str) -> None:
-    """The state is that of the optimizer, beside the full values; also before the first step."""
+    """Plain torch can use the optimizer file with or without the master values; includes files from before the first
+    step.
+    """
     for steps in (0, 2):
         model, optimizer = fresh(OPTIMIZERS[name])
         with session("bf16-master", model, optimizer) as amp:
@@ -147,7 +149,7 @@ def test_both_files_load_and_train_in_plain_torch(name: str) -> None:
             saved = files(model, optimizer)
         plain, other = fresh(OPTIMIZERS[name])
         plain.load_state_dict(saved["model"])
-        other.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch takes tensors without a copy
+        other.load_state_dict(copy.deepcopy(saved["optimizer"]))  # torch takes tensors without copying
         without, alone = fresh(OPTIMIZERS[name])
         without.load_state_dict(saved["model"])
         alone.load_state_dict(castwise.masters.without_masters(saved["optimizer"]))
@@ -163,7 +165,7 @@ def test_both_files_load_and_train_in_plain_torch(name: str) -> None:
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_distributed_checkpoints_hold_masters(name: str, flat: bool, tmp_path: Any) -> None:
-    """``get_state_dict`` and ``set_state_dict``, in another process."""
+    """``get_state_dict`` and ``set_state_dict`` in another process restore the masters."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     results = []
     for resumed in (False, True):
@@ -187,7 +189,7 @@ def test_distributed_checkpoints_hold_masters(name: str, flat: bool, tmp_path: A
 
 
 def test_a_running_training_goes_back_to_its_files() -> None:
-    """Elements that round alike now and then have the low bits of then."""
+    """All low-order bits are restored, even of elements that round to the same value before and after."""
     model, optimizer = fresh()
     with session("bf16-master", model, optimizer) as amp:
         train(amp, model, optimizer, range(3))
@@ -213,7 +215,7 @@ def test_saving_and_looking_write_nothing() -> None:
 
 
 def test_what_was_written_by_hand_is_saved() -> None:
-    """To weights before they reach the masters, and to masters before they reach the weights."""
+    """Saves weights written before the masters took them over, and masters written before the weights did."""
     model, optimizer = fresh()
     with session("bf16-master", model, optimizer) as amp:
         train(amp, model, optimizer, range(2))
@@ -232,7 +234,7 @@ def test_what_was_written_by_hand_is_saved() -> None:
 
 
 def test_parameters_frozen_at_first_keep_their_full_values() -> None:
-    """Through both files, and unfrozen after."""
+    """They keep them through both files, and after unfreezing."""
     results = []
     for resumed in (False, True):
         model, optimizer = fresh(other=resumed)
@@ -254,7 +256,7 @@ def test_parameters_frozen_at_first_keep_their_full_values() -> None:
 
 
 def test_several_groups_optimizers_and_partial_files() -> None:
-    """A file of each; the model's comes in two halves."""
+    """One file per optimizer, and the model's weights in two files."""
     results = []
     for resumed in (False, True):
         model, _ = fresh(other=resumed)
@@ -291,7 +293,7 @@ def joint(amp: castwise.Amp, model: nn.Module, optimizers: list[Optimizer], step
 
 
 def test_full_weights_hold_against_masters_of_other_weights() -> None:
-    """An average in fp32 beside the optimizer's file: nothing of the masters is mixed into it, and nothing is said."""
+    """An fp32 average loaded with the optimizer's file stays unchanged by the masters, without a warning."""
     saved, _, _ = uninterrupted("bf16-master", OPTIMIZERS["adamw"])
     average = {k: v.float() * (1 + 1e-5) for k, v in saved["model"].items()}
     for order in (0, 1):
@@ -329,13 +331,13 @@ def test_masters_of_another_step_are_said_and_the_models_values_hold(order: str)
             train(amp, model, optimizer, range(1))
         assert all(torch.equal(model.state_dict()[key], value) for key, value in late["model"].items())
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # once
+            warnings.simplefilter("error")  # warns once
             train(amp, model, optimizer, range(1, 2))
 
 
 @pytest.mark.parametrize("order", ["model-optimizer", "optimizer-model"])
 def test_files_without_low_bits_are_said_while_they_load(order: str) -> None:
-    """Of a plain loop in bf16, once."""
+    """Files from a plain bf16 loop cause one warning."""
     plain, plain_optimizer = fresh()
     plain.bfloat16()
     plain(torch.ones(2, 8).bfloat16()).sum().backward()
@@ -351,7 +353,7 @@ def test_files_without_low_bits_are_said_while_they_load(order: str) -> None:
 
 
 def test_a_models_file_alone_is_loaded_without_a_word() -> None:
-    """Fine-tuning begins so."""
+    """Fine-tuning starts this way."""
     model, optimizer = fresh()
     with session("bf16-master", model, optimizer) as amp:
         model.load_state_dict({k: v.bfloat16() for k, v in fresh(other=True)[0].state_dict().items()})
@@ -359,10 +361,10 @@ def test_a_models_file_alone_is_loaded_without_a_word() -> None:
 
 
 class OwnLoader(torch.optim.AdamW):
-    """Loads by code of its own, which calls no hooks, as bitsandbytes does."""
+    """Loads with its own code, which calls no hooks, as bitsandbytes does."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's."""
+        """Load the state as torch does, but without hooks."""
         hooks = self._optimizer_load_state_dict_post_hooks.copy()
         self._optimizer_load_state_dict_post_hooks.clear()
         try:
@@ -396,7 +398,7 @@ def test_close_right_after_a_load_gives_full_weights() -> None:
 
 
 def test_files_go_on_under_another_plan_with_masters() -> None:
-    """From bf16 to fp16: full values are those of the masters."""
+    """From bf16 to fp16: the full-precision values are those of the masters."""
     model, optimizer = fresh()
     with session("bf16-master", model, optimizer) as amp:
         train(amp, model, optimizer, range(3))
@@ -410,7 +412,7 @@ def test_files_go_on_under_another_plan_with_masters() -> None:
 
 
 def test_state_that_torch_has_rounded_before_prepare_is_said() -> None:
-    """A model that arrives low has its optimizer's state cast by torch itself."""
+    """If the model is low-precision before prepare, torch itself casts the optimizer state on loading."""
     saved, _, _ = uninterrupted("bf16-master", OPTIMIZERS["adamw"])
     model, optimizer = fresh()
     model.bfloat16()
@@ -421,7 +423,7 @@ def test_state_that_torch_has_rounded_before_prepare_is_said() -> None:
 
 
 def test_a_model_that_arrives_low_goes_on_bit_for_bit() -> None:
-    """Loaded after ``prepare``."""
+    """The files are loaded after ``prepare``."""
     results = []
     for resumed in (False, True):
         model, optimizer = fresh(other=resumed)
@@ -440,7 +442,7 @@ def test_a_model_that_arrives_low_goes_on_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-true"])
 def test_a_plan_without_masters_keeps_none_of_the_files(plan: str) -> None:
-    """They would take memory, and grow old."""
+    """The saved master values would use memory and become outdated."""
     saved, _, _ = uninterrupted("bf16-master", OPTIMIZERS["adamw"])
     model, optimizer = fresh()
     with session(plan, model, optimizer) as amp:

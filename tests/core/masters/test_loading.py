@@ -1,4 +1,4 @@
-"""What is loaded takes nothing from masters that round to it; what is saved is fp32, or the docs say that it is not."""
+"""Loading keeps masters that round to the loaded values; saving gives fp32 or is documented not to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.soak import every
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("through", ["itself", "clone", "wrapper"])
 def test_loading_a_models_own_state_changes_nothing(through: str, assign: bool) -> None:
-    """Nor a clone of it, nor through a wrapper."""
+    """Applies to the state itself, a clone of it, and loading through a wrapper."""
     model, optimizer = prepared(Net)
     train(model, optimizer, 3)
     full = [p.detach().clone() for p in held(optimizer)]
@@ -45,7 +45,7 @@ def test_loading_a_models_own_state_changes_nothing(through: str, assign: bool) 
 
 
 def test_elements_that_differ_are_loaded() -> None:
-    """And those alone."""
+    """Only the elements that differ are changed."""
     model, optimizer = prepared()
     train(model, optimizer, 3)
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -57,7 +57,7 @@ def test_elements_that_differ_are_loaded() -> None:
 
 
 def test_values_in_other_formats_are_taken_as_they_are() -> None:
-    """Ones are ones, also where the master rounds to them, and so are those of an fp16 checkpoint."""
+    """fp32 and fp16 values replace the master, even where the master rounds to the same value."""
     model, optimizer = prepared()
     for dtype in (torch.float32, torch.float16):
         with torch.no_grad():
@@ -70,7 +70,7 @@ def test_values_in_other_formats_are_taken_as_they_are() -> None:
 
 
 class AppState(Stateful):
-    """As the tutorial of torch.distributed.checkpoint has it."""
+    """The wrapper from torch.distributed.checkpoint's tutorial."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -91,7 +91,7 @@ class AppState(Stateful):
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_the_tutorials_app_state_keeps_the_low_bits(tmp_path: Path) -> None:
-    """``dcp.save`` and ``dcp.load`` in a running training, then one step: as if nothing had happened."""
+    """After ``dcp.save`` and ``dcp.load`` in a running training, the next step gives the same result as without them."""
     results = []
     for saved in (False, True):
         model, optimizer = prepared(Net)
@@ -106,7 +106,7 @@ def test_the_tutorials_app_state_keeps_the_low_bits(tmp_path: Path) -> None:
 
 
 def test_loading_reaches_what_is_remembered_of_frozen_parameters() -> None:
-    """A checkpoint in fp32 is not rounded where there is no master."""
+    """A frozen parameter without a master keeps the loaded fp32 values unrounded."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     model.a.weight.requires_grad_(False)
@@ -123,7 +123,7 @@ def test_loading_reaches_what_is_remembered_of_frozen_parameters() -> None:
 @every(3, 1)
 @pytest.mark.parametrize("plan", ALL)
 def test_save_pretrained_saves_fp32_when_told(plan: str, tmp_path: Path) -> None:
-    """``state_dict=amp.model_state_dict(model)`` is the public way; the docs say so."""
+    """The documented way is ``state_dict=amp.model_state_dict(model)``."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32,

@@ -1,4 +1,4 @@
-"""A frozen base that is stored low, and what is trained beside it, under every plan."""
+"""A frozen low-precision base with trained LoRA weights, under every plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.soak import each_value
 
 
 class LoRA(nn.Module):
-    """A frozen layer and a trainable correction of low rank, made before prepare."""
+    """A frozen layer with a trainable low-rank correction, made before prepare."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def adapted(base_dtype: torch.dtype) -> nn.Sequential:
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("plan", ALL)
 def test_lora_prepares_trains_saves_closes_and_merges(plan: str, base: torch.dtype) -> None:
-    """A frozen base in fp32, which the plan may store low, and one that was stored low before."""
+    """Covers a base in fp32, which the plan may store low, and a base that is low before prepare."""
     model = adapted(base)
     before = {k: v.detach().clone() for k, v in model.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

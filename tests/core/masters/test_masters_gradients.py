@@ -1,4 +1,4 @@
-"""One fp32 gradient for parameter and master: cleared, clipped, scaled, accumulated and counted."""
+"""Parameter and master share one fp32 gradient: cleared, clipped, scaled, accumulated and counted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_gradients_are_fp32_and_shared() -> None:
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 @pytest.mark.parametrize("to_none", [False, True])
 def test_clearing_either_clears_both(by: str, to_none: bool, fused: bool) -> None:
-    """``zero_grad`` of the optimizer and of the model, to None and to zero."""
+    """``zero_grad`` of the optimizer or the model, to None or to zero."""
     model, optimizer = prepared(fused=fused)
     backward(model)
     (optimizer if by == "optimizer" else model).zero_grad(set_to_none=to_none)
@@ -63,7 +63,7 @@ def test_clearing_either_clears_both(by: str, to_none: bool, fused: bool) -> Non
 
 
 def test_del_clears_both() -> None:
-    """``del p.grad`` is a way to clear, too."""
+    """``del p.grad`` clears the gradient as well."""
     model, optimizer = prepared()
     backward(model)
     del held(optimizer)[0].grad
@@ -71,7 +71,7 @@ def test_del_clears_both() -> None:
 
 
 def test_clipping_the_model_clips_what_is_applied() -> None:
-    """A user's own call on the model's parameters, before plain SGD whose step shows the gradient."""
+    """The user clips through the model's parameters; a plain SGD step then shows the gradient."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -81,12 +81,12 @@ def test_clipping_the_model_clips_what_is_applied() -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     applied = torch.cat([(b - m.detach()).flatten() for b, m in zip(before, held(optimizer), strict=True)])
-    # fp32 updates of weights below 1: the differences carry their rounding, 1e-7 each.
+    # fp32 updates of weights below 1: each difference has a rounding error of 1e-7.
     assert applied.norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
 def test_microbatches_accumulate_in_fp32() -> None:
-    """256 gradients of 1/256 after one of 256: in bf16 the small ones are lost."""
+    """256 gradients of 1/256 after one of 256: bf16 would lose the small ones."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     attach(optimizer)
@@ -102,7 +102,7 @@ def test_microbatches_accumulate_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_torch_grad_scaler_unscales_and_skips(dtype: torch.dtype, fused: bool) -> None:
-    """Torch's own scaler takes the masters for ordinary fp32 parameters."""
+    """torch's own scaler treats the masters as ordinary fp32 parameters."""
     torch.manual_seed(0)
     model = Weights()
     former = lower(model, dtype)
@@ -114,7 +114,7 @@ def test_torch_grad_scaler_unscales_and_skips(dtype: torch.dtype, fused: bool) -
     scaler.scale(model(batches(1)[0]).square().mean()).backward()
     scaler.unscale_(optimizer)
     for parameter, grad in zip(model.parameters(), grads, strict=True):
-        # Low-format gradients of a loss 1024 times larger: the same up to that format's rounding.
+        # Low-precision gradients of a loss 1024 times larger are the same up to rounding.
         torch.testing.assert_close(parameter.grad, grad.float(), rtol=1e-2, atol=1e-4)
     scaler.step(optimizer)
     scaler.update()
@@ -134,7 +134,7 @@ def test_torch_grad_scaler_unscales_and_skips(dtype: torch.dtype, fused: bool) -
 
 
 def test_double_backward_reaches_the_masters() -> None:
-    """A gradient penalty: the second backward accumulates on the same gradient."""
+    """A gradient penalty: the second backward accumulates into the same gradient."""
     model, optimizer = prepared()
     loss = model(batches(1)[0]).square().mean()
     grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -144,7 +144,7 @@ def test_double_backward_reaches_the_masters() -> None:
 
 
 def test_a_low_gradient_left_by_others_is_widened_in_place() -> None:
-    """Whoever writes bf16 gradients (grad_dtype lifted): model and master still have one tensor, in fp32."""
+    """If other code writes bf16 gradients (grad_dtype lifted), model and master still share one fp32 tensor."""
     model, optimizer = prepared()
     weight = model.a.weight
     weight.grad_dtype = None
@@ -157,14 +157,14 @@ def test_a_low_gradient_left_by_others_is_widened_in_place() -> None:
 
 
 def test_a_low_gradient_is_refused_where_it_could_not_be_shared() -> None:
-    """Torch's own words: the gradient must have the parameter's grad_dtype."""
+    """The error is torch's: the gradient must have the parameter's grad_dtype."""
     model, _ = prepared()
     with pytest.raises(RuntimeError, match="grad_dtype"):
         model.a.weight.grad = torch.ones_like(model.a.weight)
 
 
 def test_live_gradients_are_widened_when_masters_are_attached() -> None:
-    """Attaching between backward and step loses nothing."""
+    """Attaching between backward and step loses no gradient."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -187,7 +187,7 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_keep_one_master() -> None:
-    """Both uses add up in the one gradient."""
+    """The gradients of both uses are summed in the shared gradient."""
     model, optimizer = prepared(Tied)
     assert len(held(optimizer)) == 1
     backward(model)
@@ -198,7 +198,7 @@ def test_tied_weights_keep_one_master() -> None:
 
 
 def test_frozen_parameters_get_a_master_when_unfrozen() -> None:
-    """None before, one at the next step after."""
+    """They have no master while frozen, and one from the next step after unfreezing."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     model.a.weight.requires_grad_(False)
@@ -217,7 +217,7 @@ def test_frozen_parameters_get_a_master_when_unfrozen() -> None:
 
 
 def test_parameters_added_later_get_masters_if_they_are_the_models() -> None:
-    """``add_param_group`` after attach; a stranger's low parameter is left alone."""
+    """``add_param_group`` after attach: low-precision parameters of other models are left alone."""
     torch.manual_seed(0)
     model = Weights()
     former = lower(model, torch.bfloat16)
@@ -238,14 +238,14 @@ def test_parameters_added_later_get_masters_if_they_are_the_models() -> None:
 
 
 def test_a_parameter_cannot_be_added_twice() -> None:
-    """Torch's own check sees that the optimizer has it already, as its master."""
+    """torch's own check detects that the optimizer already has the parameter, as its master."""
     model, optimizer = prepared()
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [model.a.weight]})
 
 
 def test_two_optimizers_share_one_master() -> None:
-    """A parameter that two optimizers update has one fp32 value."""
+    """A parameter updated by two optimizers has one fp32 value."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     one = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -264,7 +264,7 @@ def test_two_optimizers_share_one_master() -> None:
 
 @pytest.mark.parametrize("how", ["default-dtype", "meta"])
 def test_models_built_low_get_masters_from_their_weights(how: str) -> None:
-    """Models too large for fp32."""
+    """For models too large to build in fp32."""
     if how == "meta":
         with torch.device("meta"):
             model = Weights().to(torch.bfloat16)
@@ -287,21 +287,21 @@ def test_models_built_low_get_masters_from_their_weights(how: str) -> None:
 
 
 def test_changes_by_hand_are_taken_over_and_nothing_else() -> None:
-    """Rows that were not written keep the master's full value."""
+    """Rows that were not written keep the master's full-precision value."""
     model, optimizer = prepared()
     master = held(optimizer)[0]
     full = master.detach().clone()
     assert not torch.equal(full, full.bfloat16().float())
     with torch.no_grad():
         model.a.weight[3] = 2.0
-    optimizer.step()  # no gradients: only what was written moves
+    optimizer.step()  # no gradients: only the written values change
     assert torch.equal(master[3].detach(), torch.full((8,), 2.0))
     assert torch.equal(master[:3].detach(), full[:3])
     assert model.a.weight[3, 0] == 2.0
 
 
 def test_data_replaced_by_hand_is_taken_over() -> None:
-    """``parameter.data = ...``, as vector_to_parameters does it, does not count as a write but moves the memory."""
+    """``parameter.data = ...``, as in vector_to_parameters, does not count as a write but replaces the memory."""
     model, optimizer = prepared()
     nn.utils.vector_to_parameters(torch.ones(8 * 16 + 16 * 4, dtype=torch.bfloat16), model.parameters())
     backward(model)
@@ -311,9 +311,9 @@ def test_data_replaced_by_hand_is_taken_over() -> None:
     assert all((p == 1).all() for p in model.parameters())
 
 
-@pytest.mark.cpu  # numpy writes to memory of the host
+@pytest.mark.cpu  # numpy writes to host memory
 def test_writes_past_torch_are_taken_over_when_told() -> None:
-    """What numpy writes is invisible; refresh_from_model looks at the values."""
+    """numpy's writes are invisible to torch; refresh_from_model compares the values."""
     model, optimizer = prepared()
     attachment = attachment_of(optimizer)
     assert attachment is not None
@@ -335,7 +335,7 @@ def test_refreshing_a_master_says_whether_anything_differed() -> None:
     assert not refresh_master(model.a.weight)
     assert not refresh_master(nn.Parameter(torch.ones(2)))
     with torch.no_grad():
-        held(optimizer)[0].fill_(4.0)  # what the parameter does not know yet is not lost
+        held(optimizer)[0].fill_(4.0)  # a master value that the parameter does not have yet is not lost
     refresh_master(model.a.weight)
     assert (held(optimizer)[0] == 4).all()
     assert (model.a.weight == 4).all()
@@ -362,7 +362,7 @@ def test_only_the_masters_that_are_meant_are_rewritten() -> None:
 
 
 def test_low_gradients_are_accepted_from_parameters_that_come_later_too() -> None:
-    """As DistributedDataParallel's, that was told of before they were unfrozen."""
+    """As for a parameter that DistributedDataParallel knew before it was unfrozen."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     model.b.weight.requires_grad_(False)
@@ -377,7 +377,7 @@ def test_low_gradients_are_accepted_from_parameters_that_come_later_too() -> Non
 
 
 def test_a_model_made_fp32_behind_the_optimizers_back_is_an_error() -> None:
-    """model.float() would cut the masters off."""
+    """model.float() would disconnect the masters."""
     model, optimizer = prepared()
     backward(model)
     model.float()
@@ -397,7 +397,7 @@ def test_a_parameter_that_became_another_altogether_stops_no_detaching() -> None
 
 
 def test_a_step_without_gradients_writes_nothing() -> None:
-    """Parameters that were not updated are not copied."""
+    """Parameters without an update are not copied."""
     model, optimizer = prepared()
     backward(model)
     optimizer.step()
@@ -416,17 +416,17 @@ def storages() -> dict[int, int]:
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in gc.get_objects()
         if issubclass(type(t), Tensor)
-        and not isinstance(t, FakeTensor)  # left over from a compilation, and without memory
+        and not isinstance(t, FakeTensor)  # left over from compilation; has no memory
         and t.layout is torch.strided
         and t.device.type == "cpu"
         and t.untyped_storage().nbytes()
     }
 
 
-@pytest.mark.cpu  # it counts memory of the host
+@pytest.mark.cpu  # counts host memory
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_memory_is_ten_bytes_per_parameter(momentum: float) -> None:
-    """2 low + 4 master + 4 gradient, and 4 of momentum; no second gradient hides anywhere."""
+    """2 low + 4 master + 4 gradient bytes, and 4 of momentum; there is no second gradient."""
     gc.collect()
     before = storages()
     model = nn.Linear(256, 512, bias=False)
@@ -440,7 +440,7 @@ def test_memory_is_ten_bytes_per_parameter(momentum: float) -> None:
         optimizer.step()
     gc.collect()
     new = {address: size for address, size in storages().items() if address not in before}
-    # Gradients live outside Python until read; read them through both of their owners.
+    # A gradient has no Python object until it is read, so read it through both owners.
     for owner in (*model.parameters(), *held(optimizer)):
         assert owner.grad is not None
         new[owner.grad.untyped_storage().data_ptr()] = owner.grad.untyped_storage().nbytes()
@@ -449,8 +449,8 @@ def test_memory_is_ten_bytes_per_parameter(momentum: float) -> None:
 
 
 def test_nothing_outlives_the_optimizer() -> None:
-    """No cycles that keep masters, and none through the global table."""
-    prepared()  # the first optimizer of a process lets torch import Dynamo, in frames that stay and hold the optimizer
+    """Neither a reference cycle nor the global table keeps masters alive."""
+    prepared()  # a first optimizer makes torch import Dynamo, in frames that would keep the optimizer alive
     gc.collect()
     gc.disable()
     try:
@@ -470,7 +470,7 @@ def test_nothing_outlives_the_optimizer() -> None:
 
 
 def test_model_alone_copies_and_pickles_without_masters() -> None:
-    """A copy for averaging or evaluation is a plain low model."""
+    """A copy for averaging or evaluation is a plain low-precision model."""
     import pickle
 
     model, optimizer = prepared(Net)
@@ -484,7 +484,7 @@ def test_model_alone_copies_and_pickles_without_masters() -> None:
 
 
 def test_model_and_optimizer_copied_together_train_on_alike() -> None:
-    """Torch drops an optimizer's hooks when it copies one; without them the copy's model would stand still."""
+    """torch drops an optimizer's hooks on copying; without them the copied model would never change."""
     model, optimizer = prepared(Net)
     train(model, optimizer, 2)
     pair = (model, optimizer)
@@ -510,7 +510,7 @@ def test_what_is_written_to_a_copied_model_first_reaches_its_masters() -> None:
 
 
 def test_tables_keyed_by_the_models_parameters_find_masters() -> None:
-    """``optimizer.state[model.weight]`` and a user's own ``{parameter: name}``."""
+    """``optimizer.state[model.weight]`` and a user's own ``{parameter: name}`` work."""
     model, optimizer = prepared()
     backward(model)
     optimizer.step()

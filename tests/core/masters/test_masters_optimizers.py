@@ -1,4 +1,4 @@
-"""Every optimizer against an oracle: fp32 weights, forward and backward on rounded weights, fp32 update."""
+"""Every optimizer compared with an oracle: fp32 weights, forward and backward on rounded weights, fp32 update."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _seeded() -> None:
 def lower(
     model: nn.Module, dtype: torch.dtype, keep: type[nn.Module] | tuple[type[nn.Module], ...] = ()
 ) -> dict[Any, Tensor]:
-    """Store parameters low and return what they were, as a session does before it attaches masters."""
+    """Store parameters in low precision and return their former values, as a session does before attaching masters."""
     former = {}
     for module in model.modules():
         if isinstance(module, keep):
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Weights(nn.Module):
-    """Matrices alone, as Muon takes them."""
+    """A model of matrices only, as Muon requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ CASES: list[tuple[str, type[nn.Module], Make]] = [
     ("adagrad", Net, lambda p: torch.optim.Adagrad(p, lr=0.05)),
     *(
         [("adagrad-fused", Net, lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True))]
-        if DEVICE != "cuda"  # which has no such kernel
+        if DEVICE != "cuda"  # no such kernel on other devices
         else []
     ),
     ("rmsprop", Net, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5)),
@@ -103,7 +103,7 @@ CASES: list[tuple[str, type[nn.Module], Make]] = [
             ("sparse-adam", Bag, lambda p: torch.optim.SparseAdam(p, lr=0.05)),
             ("sparse-sgd", Bag, lambda p: torch.optim.SGD(p, lr=0.5)),
         ]
-        if DEVICE != "sim"  # which has no sparse tensors
+        if DEVICE != "sim"  # the simulated device has no sparse tensors
         else []
     ),
 ]
@@ -114,7 +114,7 @@ def batches(count: int) -> list[Tensor]:
 
 
 def oracle(model: nn.Module, former: dict[Any, Tensor], make: Make, steps: int) -> list[Tensor]:
-    """Train plain fp32 weights with the gradients that the low model gives for them, rounded."""
+    """Train plain fp32 weights with the gradients of a low-precision model with the rounded weights."""
     params = list(model.parameters())
     weights = [nn.Parameter(former[p].clone()) if p in former else p for p in params]
     optimizer = make(weights)
@@ -145,7 +145,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("kind", "make"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_equals_the_oracle(kind: type[nn.Module], make: Make, dtype: torch.dtype) -> None:
-    """Bit for bit: gradients are the same 16-bit values widened, and the update is the same fp32 kernels."""
+    """Equal bit for bit: the gradients are the same 16-bit values widened, and the update uses the same fp32 kernels."""
     model = kind()
     former = lower(model, dtype, keep=nn.BatchNorm1d)
     twin = copy.deepcopy(model)
@@ -176,7 +176,7 @@ def test_equals_the_oracle(kind: type[nn.Module], make: Make, dtype: torch.dtype
 
 
 def test_batch_norm_stays_itself_in_the_groups() -> None:
-    """Parameters stored fp32 have no master."""
+    """Parameters stored in fp32 have no master."""
     model = Net()
     former = lower(model, torch.bfloat16, keep=nn.BatchNorm1d)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -188,7 +188,7 @@ def test_batch_norm_stays_itself_in_the_groups() -> None:
 
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_lbfgs_sees_the_masters_at_every_evaluation(by_keyword: bool) -> None:
-    """The closure is evaluated on the model at the values that LBFGS tries, many times in one step."""
+    """LBFGS evaluates the closure many times per step, each time with the model at the values it tries."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     x = torch.randn(32, 8)
@@ -250,7 +250,7 @@ def test_what_is_given_after_a_closure_reaches_the_optimizer() -> None:
 
 
 def test_updates_too_small_for_the_low_format_add_up() -> None:
-    """What masters are for: 1 + 1000 * 1e-5 in bf16, whose next value after 1 is 1.0078."""
+    """The purpose of masters: 1 + 1000 * 1e-5 in bf16, where the next value after 1 is 1.0078."""
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([parameter], lr=1e-5)
     attach(optimizer)
@@ -262,7 +262,7 @@ def test_updates_too_small_for_the_low_format_add_up() -> None:
 
 
 def test_learning_rate_schedules_and_group_options_act_on_masters() -> None:
-    """Groups stay the user's: options per group, and a scheduler made before or after."""
+    """Options per group keep working, and so does a scheduler made before or after prepare."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(
@@ -283,7 +283,7 @@ def test_learning_rate_schedules_and_group_options_act_on_masters() -> None:
     torch.testing.assert_close(attachment.masters[1].detach(), before[1] - 0.25 * (1 + 0.1 * before[1]))
 
 
-# torch's own compiler still uses torch.jit, which it calls deprecated.
+# torch's compiler uses torch.jit, which torch reports as deprecated.
 @every(2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", [c[2] for c in CASES[1:10:2]], ids=[c[0] for c in CASES[1:10:2]])
@@ -308,14 +308,14 @@ def test_compiled_step_equals_eager(make: Make) -> None:
         )
         assert all(m.grad is None for m in attachment.masters)
     for eager, other in zip(*results, strict=True):
-        # The same operations in fp32, which a compiler may reorder or fuse into one rounding.
+        # The same fp32 operations, which a compiler may reorder or fuse into one rounding.
         torch.testing.assert_close(other.float(), eager.float(), rtol=1e-5, atol=1e-6)
 
 
-# torch's own compiler still uses torch.jit, which it calls deprecated.
+# torch's compiler uses torch.jit, which torch reports as deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compiled_model_trains_like_the_eager_one() -> None:
-    """Gradients of a compiled backward arrive in fp32 on the parameter, too."""
+    """Gradients of a compiled backward arrive on the parameter in fp32, too."""
     results = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -331,7 +331,7 @@ def test_compiled_model_trains_like_the_eager_one() -> None:
 
 
 class Operators(TorchDispatchMode):
-    """The names of those that are called."""
+    """Records the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class Operators(TorchDispatchMode):
 def test_masters_are_updated_in_lists_where_parameters_are(
     kind: Any, graph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, where that is the default, each master was updated by itself: 44 % more time for a step of a small GPT."""
+    """On a GPU, where foreach is the default, updating each master alone made a small GPT's step 44 % slower."""
     home = sys.modules["torch.optim.optimizer"]
     monkeypatch.setattr(home, "_get_foreach_kernels_supported_devices", lambda: [DEVICE])
     counts = []
@@ -370,7 +370,7 @@ def test_masters_are_updated_in_lists_where_parameters_are(
 
 
 def test_torchs_list_of_parameter_classes_does_not_grow_with_the_first_master() -> None:
-    """What torch.compile had compiled of another model's step was compiled anew."""
+    """Otherwise torch.compile would recompile the step of another model."""
     kinds = list(_foreach_supported_types)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Optimizer state: handed over, restrided, saved, loaded; weights out of masters and into them."""
+"""Optimizer state is handed over, restrided, saved and loaded; weights move into and out of masters."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor]) 
 # --- strides ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cpu  # the kernels of GPUs refuse it
+@pytest.mark.cpu  # GPU kernels refuse it
 def test_torch_itself_goes_wrong_where_strides_differ() -> None:
-    """The reason for restride_state; once this fails on a new torch, restriding can go.
+    """Shows why restride_state exists; if this fails on a new torch, remove restride_state.
 
-    Fused AdamW on a CPU, moments contiguous as after steps in one memory format, weights channels_last.
+    Fused AdamW on a CPU with contiguous moments from earlier steps and channels_last weights.
     """
     results = []
     for fused in (False, True):
@@ -69,7 +69,7 @@ def test_torch_itself_goes_wrong_where_strides_differ() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_state_is_restrided_when_the_memory_format_changes_with_the_plan(fused: bool) -> None:
-    """A run that switches to channels_last and masters midway goes on as one that had masters contiguous."""
+    """A run that switches to channels_last and masters midway equals one with contiguous masters."""
     results = []
     for channels_last in (False, True):
         torch.manual_seed(0)
@@ -93,7 +93,9 @@ def test_state_is_restrided_when_the_memory_format_changes_with_the_plan(fused: 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_masters_and_state_follow_a_memory_format_changed_later(fused: bool) -> None:
-    """``model.to(memory_format=...)`` by the user between two steps; exact, since the gradients are given."""
+    """The user calls ``model.to(memory_format=...)`` between two steps; the result is exact because the gradients are
+    given.
+    """
     results = []
     for channels_last in (False, True):
         torch.manual_seed(0)
@@ -116,7 +118,7 @@ def test_masters_and_state_follow_a_memory_format_changed_later(fused: bool) -> 
 
 
 def test_restride_state_serves_plain_parameters() -> None:
-    """For plans without masters: fp32 weights made channels_last after the first steps."""
+    """Without masters too: fp32 weights become channels_last after the first steps."""
     results = []
     for fused in (False, True):
         torch.manual_seed(0)
@@ -161,7 +163,7 @@ STATEFUL: dict[str, Any] = {
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
 @pytest.mark.parametrize("trained", [torch.float32, torch.bfloat16], ids=str)
 def test_existing_state_is_handed_over(make: Any, trained: torch.dtype) -> None:
-    """After steps without masters, in fp32 or wholly in bf16, all state is fp32 and under the master."""
+    """After steps without masters, in fp32 or entirely in bf16, all state is in fp32 and belongs to the master."""
     torch.manual_seed(0)
     model = Weights().to(trained)
     optimizer = make(list(model.parameters()))
@@ -184,7 +186,7 @@ def test_existing_state_is_handed_over(make: Any, trained: torch.dtype) -> None:
 
 
 def test_lbfgs_history_is_handed_over() -> None:
-    """Its flat lists of directions live in the state of the first parameter."""
+    """LBFGS keeps its flat lists of directions in the state of the first parameter."""
     model = Weights().to(torch.bfloat16)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     x = batches(1)[0]
@@ -205,7 +207,7 @@ def test_lbfgs_history_is_handed_over() -> None:
 
 @pytest.mark.parametrize("write_back", [False, True])
 def test_detach_puts_the_models_parameters_back(write_back: bool) -> None:
-    """And training goes on without masters."""
+    """Training continues without masters."""
     model, optimizer = prepared(Net)
     train(model, optimizer, 3)
     masters = [m.detach().clone() for m in held(optimizer)]
@@ -251,7 +253,7 @@ def saved_and_loaded(value: Any) -> Any:
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
 @pytest.mark.parametrize("through", ["optimizer", "distributed", "distributed-whole", "distributed-flat"])
 def test_a_run_continues_bit_for_bit(make: Any, through: str) -> None:
-    """Save, load into fresh objects, train on: as if nothing had happened, momentum in fp32."""
+    """A run saved and loaded into new objects trains on as if uninterrupted, with momentum in fp32."""
 
     def build() -> tuple[Weights, torch.optim.Optimizer]:
         model = Weights()
@@ -296,7 +298,7 @@ def test_a_run_continues_bit_for_bit(make: Any, through: str) -> None:
 
 
 def test_distributed_state_dicts_of_model_and_optimizer_together() -> None:
-    """get_state_dict and set_state_dict, with BatchNorm in fp32 beside the masters and a frozen parameter."""
+    """get_state_dict and set_state_dict work with fp32 BatchNorm beside the masters and a frozen parameter."""
     model, optimizer = prepared(Net)
     train(model, optimizer, 2)
     weights, state = get_state_dict(model, optimizer)
@@ -331,7 +333,7 @@ def test_state_of_a_plain_fp32_run_loads() -> None:
 @pytest.mark.parametrize("through", ["model", "submodule", "wrapper"])
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_weights_gives_masters_their_full_values(assign: bool, through: str) -> None:
-    """Not the rounded ones, and the optimizer goes on updating the model's own parameters."""
+    """The masters are not rounded, and the optimizer keeps updating the model's own parameters."""
     model, optimizer = prepared()
     train(model, optimizer, 2)
     torch.manual_seed(5)
@@ -347,7 +349,7 @@ def test_loading_weights_gives_masters_their_full_values(assign: bool, through: 
             {f"0.{key}": value for key, value in fresh.items()}, assign=assign
         )
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    optimizer.step()  # no gradients: nothing but the look at what changed by hand
+    optimizer.step()  # no gradients: only takes over what was changed by hand
     for key, parameter in model.named_parameters():
         master = master_of(parameter)
         assert master is not None
@@ -358,7 +360,7 @@ def test_loading_weights_gives_masters_their_full_values(assign: bool, through: 
 
 
 def test_loading_part_of_the_weights() -> None:
-    """strict=False leaves the rest, and torch's own reports are as ever."""
+    """strict=False leaves the other weights alone, and torch reports missing keys as usual."""
     model, _ = prepared()
     kept = master_of(model.b.weight).detach().clone()  # type: ignore[union-attr]
     result = model.load_state_dict({"a.weight": torch.ones(16, 8), "more": torch.ones(1)}, strict=False)
@@ -371,7 +373,7 @@ def test_loading_part_of_the_weights() -> None:
 
 
 def test_fp32_state_dict_has_the_models_own_keys_and_nothing_low() -> None:
-    """Tied keys both, buffers too, integers as they are; loads into a plain fp32 model."""
+    """Includes both tied keys and the buffers, keeps integers, and loads into a plain fp32 model."""
     model, optimizer = prepared(Tied)
     model.register_buffer("scale", torch.ones(2, dtype=torch.bfloat16))
     model.register_buffer("count", torch.ones(2, dtype=torch.int64))
@@ -391,7 +393,7 @@ def test_fp32_state_dict_has_the_models_own_keys_and_nothing_low() -> None:
 
 
 def test_fp32_state_dict_sees_weights_written_through_data() -> None:
-    """It compares values, so that a checkpoint never holds other weights than the model runs with."""
+    """It compares values, so a checkpoint always holds the weights that the model runs with."""
     model, _ = prepared()
     model.a.weight.data[0] = 5.0
     state = fp32_state_dict(model)
@@ -400,7 +402,7 @@ def test_fp32_state_dict_sees_weights_written_through_data() -> None:
 
 
 def test_masters_of_two_models_are_told_apart_by_name() -> None:
-    """A name that both have comes with the position; names are what another process finds them by."""
+    """A name that occurs in both models gets a position as prefix; another process finds masters by name."""
     models = [Weights(), Weights()]
     former = lower(models[0], torch.bfloat16) | lower(models[1], torch.bfloat16)
     optimizer = torch.optim.SGD([models[0].a.weight, models[1].a.weight, models[1].b.weight], lr=0.1)
@@ -413,7 +415,7 @@ def test_masters_of_two_models_are_told_apart_by_name() -> None:
 
 
 def test_nan_written_by_hand_reaches_the_master() -> None:
-    """A NaN equals nothing, itself included, and is taken over as any other value."""
+    """NaN differs from every value, including itself, but is taken over like any other."""
     model, optimizer = prepared()
     with torch.no_grad():
         model.a.weight[0, 0] = torch.nan
@@ -426,7 +428,7 @@ def test_nan_written_by_hand_reaches_the_master() -> None:
 def test_numbers_in_the_state_keep_their_format_when_the_masters_go(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    """As torch keeps them beside low parameters: a product of momenta in bf16 would stop moving."""
+    """torch keeps them in fp32 beside low-precision parameters: in bf16, a product of momenta would stop changing."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = kind(model.parameters(), lr=0.01)

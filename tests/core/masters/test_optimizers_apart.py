@@ -1,4 +1,4 @@
-"""Optimizers that update inside of a backward, for each layer, or that keep another optimizer inside."""
+"""Optimizers that update during backward, one per layer, or inside another optimizer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 class Lomo(Optimizer):
-    """As the package ``lomo_optim`` has it: a hook on each gradient updates what has one, and a last call the rest."""
+    """LOMO as in the package ``lomo_optim``: a hook on each gradient updates parameters, and a last call updates the
+    rest.
+    """
 
     def __init__(self, model: nn.Module, lr: float = 0.1) -> None:
         self.model, self.lr = model, lr
@@ -98,7 +100,9 @@ def test_updates_inside_of_a_backward_are_right_or_refused(plan: str, given: boo
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_optimizer_for_each_layer_that_was_not_prepared(plan: str) -> None:
-    """As GaLore's for each layer: hooks step optimizers that nobody has prepared, while the trainer has one that does nothing."""
+    """As with GaLore's layer-wise mode: hooks step optimizers that were not prepared, while the trainer has a dummy
+    one.
+    """
     model, plain = net(), net()
     runs = ((castwise.Amp(plan, device=DEVICE), model), (None, plain))
 
@@ -169,7 +173,7 @@ def test_an_optimizer_around_another_trains_as_by_hand(plan: str) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_optimizer_inside_another_is_looked_after(plan: str, fused: bool) -> None:
-    """It steps by itself, on gradients of the one around it: refused while they are scaled, skipped where they are not finite."""
+    """Its own step uses the outer optimizer's gradients: refused while they are scaled, skipped if they are not finite."""
     model = net()
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, fused=fused)
     amp = castwise.Amp(plan, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Parameters without a master lose nothing for good."""
+"""Parameters without a master get back their full-precision values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.here import DEVICE
 
 
 def test_a_later_master_starts_from_the_original() -> None:
-    """After unfreezing and after ``add_param_group``; what was changed by hand is taken from the parameter."""
+    """After unfreezing and ``add_param_group``; values changed by hand are read from the parameter."""
     model = Weights()
     kept = [p.detach().clone() for p in model.parameters()]
     former = lower(model, torch.bfloat16)
@@ -54,7 +54,7 @@ def test_a_later_master_starts_from_the_original() -> None:
 
 
 def test_restore_is_exact() -> None:
-    """Values, dtype, gradient and grad_dtype."""
+    """Restores values, dtype, gradient and grad_dtype."""
     parameter = nn.Parameter(torch.randn(4, 4))
     kept = parameter.detach().clone()
     former = parameter.detach()
@@ -73,7 +73,7 @@ def test_restore_is_exact() -> None:
 
 
 def test_nothing_is_remembered_where_nothing_was_lost() -> None:
-    """Wide parameters, low values; after forgetting, after a change of shape, and of the dead."""
+    """Nothing is kept for fp32 parameters, exact values, freed parameters, or after forgetting or a change of shape."""
     wide = nn.Parameter(torch.ones(2))
     remember_original(wide, torch.ones(2, dtype=torch.float64))
     assert original_of(wide) is None
@@ -98,7 +98,7 @@ def test_nothing_is_remembered_where_nothing_was_lost() -> None:
 
 
 def test_detaching_without_writing_back_remembers_the_masters() -> None:
-    """So that attaching again, or restoring, goes on from full values."""
+    """Attaching again, or restoring, then continues from full-precision values."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -143,7 +143,7 @@ def late(plan: str, scaler: Any) -> Any:
 @pytest.mark.parametrize("own", [True, False], ids=["Amp", "GradScaler"])
 @pytest.mark.parametrize("plan", ["fp16-master", "O2", "naive", "bf16-master"])
 def test_unfreezing_and_adding_work_under_a_loss_scale(plan: str, own: bool) -> None:
-    """Gradients of the first backward after are fp32 already, so they can be unscaled."""
+    """The gradients of the first backward afterwards are already fp32, so they can be unscaled."""
     scaler = None if own else torch.amp.GradScaler(DEVICE, init_scale=256.0)
     amp, model, optimizer = late(plan, scaler)
     for parameter in model.parameters():
@@ -159,7 +159,7 @@ def test_unfreezing_and_adding_work_under_a_loss_scale(plan: str, own: bool) -> 
 @pytest.mark.parametrize("sticky", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_store_and_restore_undo_each_other(dtype: torch.dtype, sticky: bool, grads: bool) -> None:
-    """Also where grad_dtype was set before, as it is on a parameter that once had a master."""
+    """Also if grad_dtype was set before, as on a parameter that once had a master."""
     parameter = nn.Parameter(torch.randn(4, 4))
     if sticky:
         parameter.grad_dtype = torch.float32
@@ -176,7 +176,7 @@ def test_store_and_restore_undo_each_other(dtype: torch.dtype, sticky: bool, gra
         assert parameter.grad.dtype is dtype
         if not grads:
             parameter.grad = None
-        store(parameter, torch.float16)  # from one low format into another: from the full values
+        store(parameter, torch.float16)  # from one low format to another: uses the full-precision values
         assert torch.equal(parameter.detach(), full.half())
         assert restore(parameter)
         assert torch.equal(parameter.detach(), full)
@@ -186,7 +186,7 @@ def test_store_and_restore_undo_each_other(dtype: torch.dtype, sticky: bool, gra
 
 @pytest.mark.parametrize("make", STATEFUL.values(), ids=STATEFUL.keys())
 def test_state_follows_parameters_that_are_stored_anew(make: Any) -> None:
-    """Under plans without masters, there and back; torch's kernels want it so."""
+    """Without masters, the state changes dtype with its parameters in both directions, as torch's kernels require."""
     model = Weights()
     optimizer = make(list(model.parameters()))
     for dtype in (torch.float32, torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""Whoever writes to a master outside of ``step`` changes the model; whoever writes to the model changes the master."""
+"""A write to a master outside of ``step`` reaches the model, and a write to the model reaches the master."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.soak import every, pairs
 
 
 def agrees(model: nn.Module) -> bool:
-    """Whether every low parameter is its master, rounded."""
+    """Return whether every low-precision parameter equals its rounded master."""
     pairs = [(p, master_of(p)) for p in model.parameters() if p.dtype is not torch.float32]
     assert pairs
     return all(m is not None and torch.equal(p.detach(), m.detach().to(p.dtype)) for p, m in pairs)
 
 
 class Seen(Weights):
-    """Notes the weights that each forward runs with."""
+    """Records the weights that each forward uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def session(
 @pytest.mark.parametrize("base", ["sgd", "adamw-fused"])
 @pytest.mark.parametrize("prepared", ["outer", "base"])
 def test_sam_evaluates_where_it_climbed_to(prepared: str, base: str, data: bool) -> None:
-    """And comes back: against SAM by hand on fp32 weights with a rounded forward."""
+    """SAM then returns to the start. The reference is SAM by hand on fp32 weights with a rounded forward."""
     kind: Any = torch.optim.SGD if base == "sgd" else torch.optim.AdamW
     options = {"lr": 0.1} if base == "sgd" else {"lr": 0.01, "fused": True}
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def test_sam_evaluates_where_it_climbed_to(prepared: str, base: str, data: bool)
 
 @pytest.mark.parametrize("plan", MASTERS)
 def test_schedule_free_switches_the_model(plan: str) -> None:
-    """``eval()`` before a checkpoint, ``train()`` before the next epoch; neither is a step."""
+    """``eval()`` before a checkpoint and ``train()`` before the next epoch change weights without a step."""
     amp, model, optimizer = session(plan, ScheduleFree)
     for x in batches(3):
         amp.backward(model(x).square().mean())
@@ -116,7 +116,7 @@ def test_schedule_free_switches_the_model(plan: str) -> None:
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_lookahead_replaces_the_weights_after_the_step(fused: bool, replace: bool) -> None:
-    """Through ``p.data.copy_`` and ``p.data = ...``, which torch itself does not count as writes."""
+    """It writes through ``p.data.copy_`` and ``p.data = ...``, which torch does not count as writes."""
     amp, model, base = session("bf16-master", lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused))
     optimizer = Lookahead(base, replace=replace)
     for x in batches(5):
@@ -133,7 +133,9 @@ def test_lookahead_replaces_the_weights_after_the_step(fused: bool, replace: boo
 
 
 def test_masters_by_hand_at_every_look() -> None:
-    """Whatever reads the model next: forward, state dicts, the session's, the optimizer's step."""
+    """A master written by hand reaches the model before it is read: forward, state dicts, the session's state, the next
+    step.
+    """
     for look in (
         lambda model, optimizer: model(batches(1)[0]),
         lambda model, optimizer: model.state_dict(),
@@ -152,7 +154,7 @@ def test_masters_by_hand_at_every_look() -> None:
 
 
 def test_both_written_alike_is_no_conflict() -> None:
-    """As ``load_state_dict`` writes both."""
+    """``load_state_dict`` writes both."""
     model, optimizer = prepared()
     with torch.no_grad():
         for master, parameter in zip(held(optimizer), model.parameters(), strict=True):
@@ -163,7 +165,7 @@ def test_both_written_alike_is_no_conflict() -> None:
 
 
 def test_both_written_differently_is_said_and_the_master_holds() -> None:
-    """The rule of conflict, in words."""
+    """A conflict causes a warning, and the master's values are used."""
     model, optimizer = prepared()
     with torch.no_grad():
         held(optimizer)[0].fill_(2.0)
@@ -179,7 +181,7 @@ def test_both_written_differently_is_said_and_the_master_holds() -> None:
 
 
 def test_an_optimizer_inside_a_prepared_one_steps_masters_by_itself() -> None:
-    """A fused kernel does not count its writes, and the optimizer has no hooks of ours."""
+    """A fused kernel does not count its writes, and this optimizer has none of castwise's hooks."""
     torch.manual_seed(0)
     model = Weights()
     former = lower(model, torch.bfloat16)
@@ -196,7 +198,7 @@ def test_an_optimizer_inside_a_prepared_one_steps_masters_by_itself() -> None:
 @pytest.mark.parametrize("plan", MASTERS)
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_model_is_up_to_date_after_a_step_by_a_framework(plan: str, fused: bool) -> None:
-    """Which calls ``optimizer.step()`` by itself, also through the class or with a closure, and scales no loss."""
+    """The framework calls ``optimizer.step()`` itself, also through the class or with a closure, without loss scaling."""
     unscaled = dataclasses.replace(castwise.Plan.preset(plan), loss_scale=None)
     amp, model, optimizer = session(unscaled, lambda p: torch.optim.AdamW(p, lr=0.01, fused=fused))
     for number, x in enumerate(batches(3)):
@@ -219,7 +221,7 @@ def test_the_model_is_up_to_date_after_a_step_by_a_framework(plan: str, fused: b
 
 
 def test_a_compiled_model_trains_without_the_look() -> None:
-    """The hook leaves no break in the graph, and steps bring the model up to date as ever."""
+    """The hook causes no graph break, and steps update the model as usual."""
     torch._dynamo.reset()
     model, optimizer = prepared()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
@@ -231,7 +233,7 @@ def test_a_compiled_model_trains_without_the_look() -> None:
 
 
 def test_copies_and_pickles_of_a_model_carry_no_masters() -> None:
-    """The hooks hold nothing."""
+    """The hooks hold no references."""
     model, optimizer = prepared()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
@@ -243,7 +245,7 @@ def test_copies_and_pickles_of_a_model_carry_no_masters() -> None:
 
 
 def test_a_model_made_fp32_is_noticed_when_its_masters_are_written() -> None:
-    """In the same words as at a step."""
+    """The error is the same as at a step."""
     model, optimizer = prepared()
     model.float()
     with torch.no_grad():
@@ -253,7 +255,7 @@ def test_a_model_made_fp32_is_noticed_when_its_masters_are_written() -> None:
 
 
 class Around(nn.Module):
-    """A model that has a prepared one in it."""
+    """A model that contains a prepared model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -289,7 +291,9 @@ COMPILED: dict[str, Any] = {
 @every(2, 1)
 @pytest.mark.parametrize(("way", "backend"), pairs(COMPILED, ["aot_eager", "eager"]))
 def test_a_compiled_model_gets_what_was_written_to_masters(way: str, backend: str) -> None:
-    """Before its forward, as the eager one; from the call that compiles it on, and without compiling anew."""
+    """As in eager mode, the model is updated before its forward, from the first compiled call on and without
+    recompiling.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
@@ -318,7 +322,7 @@ def test_a_compiled_model_gets_what_was_written_to_masters(way: str, backend: st
 
 
 def test_a_compiled_model_outlives_its_session() -> None:
-    """What is called before it keeps nothing alive and does nothing then."""
+    """The hook before the forward keeps nothing alive and has no effect after close."""
     torch._dynamo.reset()
     amp, model, _ = session("bf16-master", lambda p: torch.optim.SGD(p, 0.1), Weights)
     run = COMPILED["function"](model, backend="eager")
@@ -331,7 +335,9 @@ def test_a_compiled_model_outlives_its_session() -> None:
 
 @pytest.mark.parametrize("plan", MASTERS)
 def test_a_getter_after_data_was_replaced_writes_nothing_back(plan: str) -> None:
-    """``parameter.data = average``, as torch's model averaging has it: some elements are old ones in another format by chance."""
+    """After ``parameter.data = average``, as in torch's model averaging, some elements can equal old ones rounded to
+    another format.
+    """
     amp, model, _ = session(plan, torch.optim.AdamW)
     with amp:
         shift = torch.Generator(DEVICE).manual_seed(3)

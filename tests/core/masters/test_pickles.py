@@ -1,4 +1,4 @@
-"""Pickles of prepared models and what trains them: what ``close`` would leave, loaded where castwise is not."""
+"""Pickles of prepared models, optimizers and schedulers contain what ``close`` would leave, and load without castwise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLANS: dict[str, Any] = {
 
 
 class Tied(nn.Module):
-    """Weights that two modules share, a norm, a buffer, and a method that is called by itself."""
+    """Weights shared by two modules, a norm, a buffer, and a method that is called directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def made(kind: str) -> tuple[nn.Module, Tensor]:
 
 @pytest.fixture
 def trained() -> Iterator[Any]:
-    """Trains a few steps under a plan; sessions are closed at the end."""
+    """Return a function that trains a few steps under a plan; close the sessions at the end."""
     with_sessions: list[Amp] = []
 
     def train(plan: Any, kind: str = "dense", **how: Any) -> tuple[Amp, nn.Module, Any, StepLR, Tensor]:
@@ -87,7 +87,8 @@ def trained() -> Iterator[Any]:
         amp.prepare(model, optimizer, **how)
         scheduler = StepLR(optimizer, 1)
         for _ in range(3):
-            amp.backward(model(x).float().square().mean() * 0.01)  # which no scale makes overflow
+            # Small enough not to overflow at any loss scale.
+            amp.backward(model(x).float().square().mean() * 0.01)
             amp.step(optimizer)
             optimizer.zero_grad()
             scheduler.step()
@@ -127,7 +128,7 @@ def test_a_pickle_is_what_close_would_leave(plan: str, kind: str, trained: Any) 
     for a, b in zip(held, optimizer.param_groups[0]["params"], strict=True):
         for key, value in optimizer.state[b].items():
             assert torch.equal(other.state[a][key], value), key
-    for m, o in ((twin, other), (model, optimizer)):  # both train on as torch's own
+    for m, o in ((twin, other), (model, optimizer)):  # both continue in plain torch
         m(x).square().mean().backward()
         o.step()
     torch.testing.assert_close(twin.state_dict(), model.state_dict(), equal_nan=True)
@@ -181,14 +182,14 @@ def test_what_arrived_low_is_low_again(trained: Any) -> None:
 
 
 def test_weights_are_those_of_now_at_each_pickle(trained: Any) -> None:
-    """What was written by hand too; a pickler that is kept keeps no old values alive."""
+    """Includes values written by hand. A pickler that is kept alive does not keep old values alive."""
     _, model, _, _, _ = trained("bf16-master")
     kept = pickle.Pickler(io.BytesIO())
     kept.dump(model)
     with torch.no_grad():
         model[0].weight.fill_(3.0)
     assert (plainly(pickle.dumps(model))[0].weight == 3).all()
-    model[0].bias.data.fill_(2.0)  # which raises no version
+    model[0].bias.data.fill_(2.0)  # does not change the version counter
     assert (plainly(pickle.dumps(model))[0].bias == 2).all()
 
 
@@ -225,7 +226,7 @@ def test_the_users_own_hooks_stay(plan: str, trained: Any) -> None:
 
 
 class OwnState(nn.Linear):
-    """What Lightning's modules do."""
+    """Defines ``__getstate__`` as Lightning's modules do."""
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -237,13 +238,13 @@ class OwnReduce(nn.Linear):
 
 
 class WithSlots(nn.Linear):
-    """Whose state is two dictionaries."""
+    """Has a state of two dictionaries because of its slots."""
 
     __slots__ = ("more",)
 
 
 class AsArguments(nn.Linear):
-    """Attributes are arguments of what makes it again, as of a module that torch.fx has traced."""
+    """Pickles its attributes as arguments of its constructor, like a module traced by torch.fx."""
 
     def __reduce__(self) -> Any:
         return made_of, (type(self), dict(vars(self)))
@@ -271,13 +272,13 @@ def test_classes_that_pickle_in_their_own_way(kind: Any, plan: str) -> None:
         assert twin.weight.dtype is torch.float32
         assert not twin._forward_hooks
         copied = copy.deepcopy(model)
-        if kind is not traced:  # whose copies lose all hooks on forward, in torch itself
+        if kind is not traced:  # copies of a traced module lose all forward hooks, in torch itself
             assert torch.equal(copied(torch.ones(1, 4)), model(torch.ones(1, 4)))
         assert plainly(pickle.dumps(copied)).weight.dtype is torch.float32
 
 
 class OwnOptimizer(torch.optim.SGD):
-    """Whose state has names of its own."""
+    """Uses its own names in the pickled state."""
 
     def __getstate__(self) -> Any:
         return {"groups": self.param_groups, "of": self.state, "defaults": self.defaults}
@@ -304,7 +305,7 @@ def test_optimizers_that_pickle_in_their_own_way() -> None:
 
 
 class Last:
-    """A mixin with a way of its own that follows torch's class."""
+    """A mixin after torch's class with its own ``__reduce_ex__``."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return str, ("in its own way",)
@@ -314,7 +315,7 @@ class Mixed(nn.Module, Last): ...
 
 
 class Table(dict[str, Any]):
-    """Holds its module, as the tables of a library that shards parameters do."""
+    """Holds its module, as tables in a library for sharded embeddings do."""
 
     def __init__(self, module: Any, entries: Any = ()) -> None:
         super().__init__(entries)
@@ -386,7 +387,7 @@ def test_every_pickler() -> None:
             plainly(pickle.dumps(model, protocol))
 
 
-# --- what holds a session ---------------------------------------------------------------------------------------
+# --- objects that hold a session -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -397,7 +398,7 @@ class Holder:
 
 
 class Owner(nn.Module):
-    """A model that keeps its session."""
+    """A model that keeps its session as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +453,7 @@ def test_a_sessions_scaler_goes_without_its_ranks(plan: str, trained: Any) -> No
 
 
 def test_schedulers_with_masters_go_on_alike(trained: Any) -> None:
-    """LambdaLR too, whose functions are objects that pickle."""
+    """Includes LambdaLR with functions that can be pickled."""
     _, model, optimizer, _, _ = trained("bf16-master")
     scheduler = LambdaLR(optimizer, Halves())
     twin = plainly(pickle.dumps(scheduler))

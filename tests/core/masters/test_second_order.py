@@ -1,4 +1,4 @@
-"""Gradients with a graph of their own, under every plan."""
+"""Gradients that have a graph, under every plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fit(plan: str, steps: int) -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize("plan", [name for name in ALL if name.startswith(("bf16", "fp32"))])
 def test_adahessian_learns_as_in_fp32(plan: str) -> None:
-    """It differentiates gradients by what it holds, which are the masters."""
+    """AdaHessian differentiates gradients by the parameters it holds, which are the masters."""
     losses, model = fit(plan, 12)
     exact, _ = fit("fp32", 12)
     assert losses[-1] < losses[0] / 2
@@ -49,7 +49,7 @@ def test_adahessian_learns_as_in_fp32(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", MASTERS)
 def test_second_derivatives_by_masters_are_those_by_parameters(plan: str) -> None:
-    """Also by one master alone, and once more after a step."""
+    """Also for a single master, and again after a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

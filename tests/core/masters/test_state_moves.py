@@ -1,4 +1,4 @@
-"""Optimizer state under new keys: whatever interrupts it, the optimizer has it under the old key or the new one."""
+"""Optimizer state moves to new keys; an interrupt at any point leaves it under the old key or the new one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.soak import every
 
 
 class Tracer:
-    """Interrupts the given line events of the functions of a name, counted over all of them, torch's own included."""
+    """Raises KeyboardInterrupt at given line events, counted over all functions of one name, including torch's."""
 
     def __init__(self, name: str, numbers: set[int]) -> None:
         self.name, self.numbers, self.seen = name, numbers, 0
@@ -40,14 +40,14 @@ class Tracer:
 
 
 def interrupt(function: Callable[[], object], name: str, *numbers: int) -> int:
-    """Call a function, interrupted there.
+    """Call a function and interrupt it at the given line events.
 
     Returns:
-        How many lines there were.
+        How many line events there were.
     """
     tracer = Tracer(name, set(numbers))
     former = sys.gettrace()
-    gc.disable()  # what the collector calls swallows an interrupt
+    gc.disable()  # callbacks run by the garbage collector swallow interrupts
     sys.settrace(tracer)
     try:
         function()
@@ -62,7 +62,7 @@ def interrupt(function: Callable[[], object], name: str, *numbers: int) -> int:
 @every(2)
 @pytest.mark.parametrize("again", [0, 1, 2, 3])
 def test_no_state_is_lost_where_its_key_changes(again: int) -> None:
-    """At each line, those of ``Tensor.__hash__`` too, and once more soon after."""
+    """Interrupts at each line, including those of ``Tensor.__hash__``, and again soon after."""
     number = 1
     while True:
         model, optimizer = trained_net()
@@ -82,7 +82,7 @@ def test_no_state_is_lost_where_its_key_changes(again: int) -> None:
 
 
 def test_no_state_is_lost_where_prepare_is_interrupted() -> None:
-    """While it hands the state to the masters, and while it hands it back."""
+    """Interrupts while prepare hands the state to the masters and while it hands it back."""
     for number in range(1, 200):
         model, optimizer = trained_net()
         want = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
@@ -96,7 +96,7 @@ def test_no_state_is_lost_where_prepare_is_interrupted() -> None:
 
 
 def test_a_gradient_stays_where_prepare_is_interrupted() -> None:
-    """While it becomes fp32."""
+    """Interrupts while the gradient becomes fp32."""
     for number in range(1, 300):
         model, optimizer = trained_net()
         model(torch.ones(2, 8)).sum().backward()

@@ -1,4 +1,4 @@
-"""``model.half()`` and its like, called on a prepared model: what the plan stored low comes back whole by ``close``."""
+"""``model.half()`` and similar casts of a prepared model: ``close`` restores the full values of low-stored parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS = ("trained", "trained with gradients", "no optimizer")
 
 
 class Net(nn.Module):
-    """A frozen layer and a trained one, with weights that fp16 has not."""
+    """A frozen layer and a trained one, with weights that fp16 cannot represent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def full(amp: Amp, model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("plan", ["bf16-master", "fp16-master", "O2"])
 def test_close_gives_the_masters_back_after_a_cast(plan: str, cast: str, way: str) -> None:
-    """And what is remembered of frozen parameters, and of all without an optimizer: bit for bit, before and after."""
+    """Includes the originals of frozen parameters, and of all parameters without an optimizer, bit for bit."""
     amp, model, optimizer = prepared(plan, way)
     want = full(amp, model)
     CASTS[cast](model)
@@ -87,7 +87,7 @@ def test_close_gives_the_masters_back_after_a_cast(plan: str, cast: str, way: st
     amp.close()
     for key, parameter in model.named_parameters():
         if key.startswith("norm") and plan == "O2":
-            continue  # stored in fp32 by the plan, so that the cast is the user's own
+            continue  # the plan stores it in fp32, so the cast is the user's
         assert parameter.dtype is parameter.grad_dtype is torch.float32, key
         assert torch.equal(parameter.detach(), want[key]), key
         assert parameter.grad is None or parameter.grad.dtype is torch.float32
@@ -101,7 +101,7 @@ def test_close_gives_the_masters_back_after_a_cast(plan: str, cast: str, way: st
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("plan", ["bf16-true", "fp16-true"])
 def test_frozen_parameters_come_back_whole_without_masters_too(plan: str, cast: str) -> None:
-    """Trained ones are the model's own values, as they were cast; all are fp32 again."""
+    """Trained parameters keep their cast values; all are fp32 again."""
     amp, model, optimizer = prepared(plan)
     want = full(amp, model)
     CASTS[cast](model)
@@ -117,7 +117,7 @@ def test_frozen_parameters_come_back_whole_without_masters_too(plan: str, cast: 
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_what_was_written_after_the_cast_is_kept(cast: str) -> None:
-    """The elements that were written; the others are the masters'."""
+    """Only the written elements are kept; the others come from the masters."""
     amp, model, _ = prepared("bf16-master")
     want = full(amp, model)
     CASTS[cast](model)
@@ -128,7 +128,7 @@ def test_what_was_written_after_the_cast_is_kept(cast: str) -> None:
     want["head.weight"][1], want["base.weight"][1] = 3.0, 5.0
     rows = (
         slice(1, None) if cast == "half.bfloat16" else slice(None)
-    )  # its tiny weights may as well be written
+    )  # the cast may have changed its tiny weights as a write would
     for key in ("head.weight", "base.weight"):
         assert torch.equal(model.get_parameter(key).detach()[rows], want[key][rows])
 
@@ -136,7 +136,7 @@ def test_what_was_written_after_the_cast_is_kept(cast: str) -> None:
 @pytest.mark.filterwarnings("ignore:A parameter of shape .* both written:UserWarning")
 @pytest.mark.parametrize("cast", CASTS)
 def test_masters_that_were_written_before_the_cast_hold(cast: str) -> None:
-    """The model had not got them by then."""
+    """The model did not have the new values when it was cast."""
     amp, model, _ = prepared("bf16-master")
     master = master_of(model.head.weight)
     assert master is not None
@@ -150,7 +150,7 @@ def test_masters_that_were_written_before_the_cast_hold(cast: str) -> None:
 
 @pytest.mark.parametrize("cast", ["half", "float", "double", "half.float"])
 def test_a_step_after_a_cast_is_refused_and_nothing_is_lost(cast: str) -> None:
-    """A plan's format is not changed behind its back; back in it, training goes on from the masters."""
+    """The user cannot change a plan's format this way; cast back to it, training continues from the masters."""
     amp, model, optimizer = prepared("bf16-master")
     amp.backward(model(torch.randn(4, 8)).square().mean())
     want = full(amp, model)

@@ -1,4 +1,4 @@
-"""``detach`` and the undoing of ``fuse`` leave things as they were, and so does an ``attach`` that fails."""
+"""``detach``, undoing ``fuse`` and a failed ``attach`` leave everything as it was."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hooks(model: nn.Module) -> list[int]:
 
 
 def picture(model: nn.Module, optimizer: Optimizer) -> Any:
-    """Everything that detaching or failing has to leave alone."""
+    """Return everything that detaching or a failed attach must not change."""
     return (
         [(p.dtype, p.grad_dtype, None if p.grad is None else p.grad.dtype) for p in model.parameters()],
         hooks(model),
@@ -64,7 +64,7 @@ def picture(model: nn.Module, optimizer: Optimizer) -> Any:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("wanted", ["default", "any", "fp32"])
 def test_detach_restores_everything(wanted: str, count: int, grads: bool) -> None:
-    """With one optimizer, and with two that share parameters, one of which is detached after the other."""
+    """With one optimizer, and with two that share parameters and are detached one after the other."""
     torch.manual_seed(0)
     model = Net()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for _ in range(count)]
@@ -96,7 +96,7 @@ def test_detach_restores_everything(wanted: str, count: int, grads: bool) -> Non
 
 
 def test_detach_after_ddp_gradients_restores_grad_dtype() -> None:
-    """``accept_low_gradients`` lifts it."""
+    """``accept_low_gradients`` lifts grad_dtype, and detach restores it."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ def test_detach_after_ddp_gradients_restores_grad_dtype() -> None:
 
 
 class Skips(Optimizer):
-    """A wrapper that is an Optimizer by class alone."""
+    """A wrapper that derives from Optimizer without calling its ``__init__``."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
@@ -118,7 +118,7 @@ class Skips(Optimizer):
 
 
 def test_an_optimizer_that_skipped_its_init_is_refused_in_words() -> None:
-    """And nothing was touched."""
+    """Nothing is changed."""
     model = Weights()
     lower(model, torch.bfloat16)
     inner = torch.optim.AdamW(model.parameters())
@@ -131,13 +131,13 @@ def test_an_optimizer_that_skipped_its_init_is_refused_in_words() -> None:
 
 
 def test_an_attach_that_fails_half_way_leaves_all_as_it_was() -> None:
-    """There is no memory for the second master; the first has been made by then."""
+    """Memory for the second master runs out after the first was made."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     full = former[model.a.weight].clone()
     model.b.weight = nn.Parameter(
         torch.zeros(1, dtype=torch.bfloat16).expand(10**14)
-    )  # no memory for its master
+    )  # too large for a master
     optimizer = torch.optim.AdamW(model.parameters())
     before = picture(model, optimizer)
     with pytest.raises(RuntimeError, match=r"alloc|memory"):
@@ -148,7 +148,7 @@ def test_an_attach_that_fails_half_way_leaves_all_as_it_was() -> None:
 
 
 def test_detach_restores_also_when_the_optimizer_is_gone() -> None:
-    """The masters live as long as what was attached."""
+    """The masters live as long as the attachment."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     attachment = attach(torch.optim.SGD(model.parameters(), lr=0.1), model, originals=former)
@@ -159,7 +159,7 @@ def test_detach_restores_also_when_the_optimizer_is_gone() -> None:
 
 
 def test_sam_and_its_base_are_both_left() -> None:
-    """Two optimizers over the same groups."""
+    """Two optimizers share the same groups."""
     model = Weights()
     optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
     before = picture(model, optimizer)
@@ -170,7 +170,7 @@ def test_sam_and_its_base_are_both_left() -> None:
 
 
 def test_a_model_that_leaves_takes_its_masters_and_hooks_along() -> None:
-    """The other's stay."""
+    """The other model keeps its own."""
     models = [Weights(), Weights()]
     optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)
     hooks = [[len(m._forward_pre_hooks), len(m._state_dict_pre_hooks)] for m in models[0].modules()]
@@ -187,7 +187,7 @@ def test_a_model_that_leaves_takes_its_masters_and_hooks_along() -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process only."""
+    """Start a process group of this process only."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -196,7 +196,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("write_back", [True, False])
 def test_dtensors_are_stored_anew(write_back: bool) -> None:
-    """Their memory and what they say of it; forward runs, and so does what follows."""
+    """The memory and metadata of DTensors change; forward, backward and step work."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -222,7 +222,7 @@ def test_dtensors_are_stored_anew(write_back: bool) -> None:
         assert parameter.dtype is torch.float32
         assert parameter.to_local().dtype is torch.float32  # type: ignore[attr-defined]
         assert torch.equal(parameter.full_tensor().detach(), want)  # type: ignore[attr-defined]
-    if write_back:  # otherwise the optimizer's state is low
+    if write_back:  # otherwise the optimizer's state is low-precision
         model(torch.ones(2, 8)).square().mean().backward()
         optimizer.step()
 
@@ -236,7 +236,7 @@ FUSIBLE: dict[str, Any] = {
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     **(
         {"adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05)} if DEVICE != "cuda" else {}
-    ),  # which has no such kernel
+    ),  # there is no such kernel
 }
 
 
@@ -258,7 +258,7 @@ def flags(optimizer: Optimizer) -> Any:
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("make", FUSIBLE.values(), ids=FUSIBLE.keys())
 def test_unfusing_leaves_the_optimizer_as_it_was(make: Any, trained: bool) -> None:
-    """Flags, defaults, counters, and what a GradScaler asks for; training goes on as without."""
+    """Restores flags, defaults, counters and what a GradScaler checks; training continues as without fusing."""
     results, undo = [], list[Callable[[], None]]()
     for fused in (False, True):
         torch.manual_seed(0)
@@ -283,12 +283,12 @@ def test_unfusing_leaves_the_optimizer_as_it_was(make: Any, trained: bool) -> No
         train(model, optimizer, 2)
         results.append([p.detach().clone() for p in model.parameters()])
     for plain, other in zip(*results, strict=True):
-        # The fused kernels round in another order.
+        # The fused kernels round in a different order.
         torch.testing.assert_close(plain, other, rtol=1e-5, atol=1e-6)
 
 
 def test_groups_added_to_a_fused_optimizer_are_unfused_too() -> None:
-    """They took the defaults of that time."""
+    """They were added with the fused defaults."""
     model = Weights()
     optimizer = torch.optim.AdamW([model.a.weight])
     undo: list[Callable[[], None]] = []
@@ -302,11 +302,11 @@ def test_groups_added_to_a_fused_optimizer_are_unfused_too() -> None:
     train(model, optimizer, 1)
 
 
-# --- interrupted, and undone all the same -------------------------------------------------------------------
+# --- interrupted, and still undone ---------------------------------------------------------------------------
 
 
 class Interrupts:
-    """Raises at the n-th line that these rooms of castwise run."""
+    """Raises KeyboardInterrupt at the n-th line executed in the given castwise packages."""
 
     def __init__(self, line: int, rooms: Sequence[str] = ("masters", "session")) -> None:
         self.left = line
@@ -350,7 +350,7 @@ def numbers(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def test_an_interrupted_attach_leaves_all_as_it_was() -> None:
-    """At each line of it: pictures, weights and moments, bit for bit."""
+    """An interrupt at any line leaves attributes, weights and moments as they were, bit for bit."""
     line = 1
     while True:
         model, optimizer = trained_net()
@@ -364,7 +364,7 @@ def test_an_interrupted_attach_leaves_all_as_it_was() -> None:
         if tracer.left > 0:
             break
         done = attachment_of(optimizer)
-        if done is not None:  # it was interrupted where it returned
+        if done is not None:  # the interrupt came while it returned
             assert len(done.masters) == len(values) // 4, line
             line += 7
             continue
@@ -378,7 +378,7 @@ def test_an_interrupted_attach_leaves_all_as_it_was() -> None:
 
 
 def test_an_interrupted_prepare_is_whole_or_not_at_all() -> None:
-    """Weights and moments bit for bit, and the model can be prepared after."""
+    """Weights and moments are unchanged bit for bit, and the model can be prepared afterwards."""
     line = 1
     while True:
         model, optimizer = trained_net()
@@ -388,7 +388,7 @@ def test_an_interrupted_prepare_is_whole_or_not_at_all() -> None:
             amp.prepare(model, optimizer)
         if tracer.left > 0:
             break
-        if model[0].weight.dtype is torch.bfloat16:  # all was done when it was interrupted
+        if model[0].weight.dtype is torch.bfloat16:  # prepare was complete when it was interrupted
             amp.close()
         assert all(map(torch.equal, values, numbers(model, optimizer))), line
         assert picture(model, optimizer)[3:6] == before[3:6], line
@@ -417,8 +417,8 @@ def refuses_hooks(optimizer: Optimizer) -> None:
 
 @pytest.mark.parametrize("spoil", [refuses_setting, refuses_hooks])
 def test_an_optimizer_that_takes_no_masters_is_left_alone(spoil: Any) -> None:
-    """By ``prepare``, which raises what it raised."""
-    with Amp("bf16-master") as amp:  # leaves what castwise installs once in a process
+    """``prepare`` raises the optimizer's error and changes nothing."""
+    with Amp("bf16-master") as amp:  # makes the changes that castwise makes once per process
         first = trained_net()
         amp.prepare(*first)
     model, optimizer = trained_net()
@@ -432,7 +432,7 @@ def test_an_optimizer_that_takes_no_masters_is_left_alone(spoil: Any) -> None:
 
 @pytest.mark.parametrize("method", ["float", "double"])
 def test_a_model_typed_anew_gets_its_masters_values_at_close(method: str) -> None:
-    """With torch's own ``grad_dtype``, and trains on."""
+    """It has torch's own ``grad_dtype``, and can be trained."""
     model, optimizer = trained_net()
     amp = Amp("bf16-master")
     amp.prepare(model, optimizer)

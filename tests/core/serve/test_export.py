@@ -1,4 +1,4 @@
-"""Models that leave castwise: exported programs and baked modules give what the prepared model gives."""
+"""Exported programs and baked modules give the same results as the prepared model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Attention(nn.Module):
-    """Attention with a buffer that is saved and one that is not."""
+    """Attention with a persistent buffer and a non-persistent one."""
 
     table: Tensor
     scale: Tensor
@@ -96,7 +96,7 @@ PLANS = [*PRESETS, "bf16-mixed+ops.gelu=lower", "bf16-mixed+ops.scaled_dot_produ
 
 
 def prepared(given: nn.Module, plan: str, *args: Any) -> Any:
-    """What the model gives under the plan."""
+    """Return the model's output under the plan."""
     copied = copy.deepcopy(given)
     with castwise.Amp(plan, device="cpu") as amp:
         amp.prepare(copied, inference=True, keep_originals=True)
@@ -129,7 +129,7 @@ def test_a_program_gives_what_the_prepared_model_gives(case: str, plan: str) -> 
     make, feed = CASES[case]
     given, x = make(), feed()
     before = photograph(given)
-    # torch.export takes an LSTM apart, whose kernel rounds less often
+    # torch.export decomposes an LSTM, whose fused kernel rounds less often
     apart = (
         pytest.warns(UserWarning, match="outputs of the exported Recurrent differ")
         if case == "recurrent"
@@ -260,7 +260,7 @@ def test_what_torch_cannot_trace_is_one_error_and_the_model_stays() -> None:
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_program_begins_with_the_buffers_that_the_model_has(replaced: bool) -> None:
-    """The runs on the example, which are compared, leave no trace in it."""
+    """The comparison runs on the example leave the buffers unchanged."""
 
     class Counting(nn.Module):
         count: Tensor

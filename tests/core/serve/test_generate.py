@@ -1,4 +1,4 @@
-"""Generate loops of transformers under prepare(inference=True): the tokens and caches of the loop by hand."""
+"""Generation with transformers under prepare(inference=True): tokens and caches equal those of a manual reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Its encoder is called by generate, outside of the model's forward."""
+    """Return a T5 model, whose encoder generate() calls outside of the model's forward."""
     shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(**SMALL, **shape, decoder_start_token_id=0)
@@ -42,7 +42,7 @@ def made(make: Callable[[], nn.Module]) -> Any:
 
 
 def tokens(model: Any, cache: str) -> tuple[torch.Tensor, set[torch.dtype]]:
-    """What a model generates, and the formats of its cache."""
+    """Return the tokens that a model generates and the formats of its cache."""
     ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0))
     how = {} if cache == "dynamic" else {"cache_implementation": cache}
     with torch.inference_mode():
@@ -60,7 +60,7 @@ def test_tokens_are_those_of_the_loop_by_hand_and_the_cache_is_low(
     given, parsed = made(make), castwise.Plan.parse(plan)
     low = LOW[parsed.compute]
     by_hand = copy.deepcopy(given) if parsed.autocasts else copy.deepcopy(given).to(low)
-    with torch.autocast("cpu", low, enabled=parsed.autocasts):  # which fails on Llama with a static cache
+    with torch.autocast("cpu", low, enabled=parsed.autocasts):  # autocast fails on Llama with a static cache
         want = tokens(by_hand, "dynamic" if make is llama else cache)[0]
     with castwise.Amp(plan, device="cpu") as amp:
         amp.prepare(given, inference=True, keep_originals=True)
@@ -109,7 +109,7 @@ def test_keys_and_values_stay_fp32_for_attention_in_fp32() -> None:
 
 
 class Odd(nn.Linear):
-    """With things that are named generate and are no plain methods, or are not the class's."""
+    """Has attributes named generate that are not plain methods or not defined on the class."""
 
     def generate(self, x: Any) -> Any:
         return "class"
