@@ -150,7 +150,7 @@ def test_script_modules_take_no_hooks_and_are_passed_over() -> None:
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-master", "fp16-master+optimizer=fused", "bf16-true"])
 def test_a_group_may_hold_a_tuple(plan: str) -> None:
-    """torch's optimizers accept a tuple of parameters. It trains the same as a list, and the group keeps its type."""
+    """Torch's optimizers accept a tuple of parameters. It trains the same as a list, and the group keeps its type."""
     results = []
     for kind in (list, tuple):
         torch.manual_seed(0)

@@ -102,7 +102,7 @@ def test_microbatches_accumulate_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("fused", [False, True])
 def test_torch_grad_scaler_unscales_and_skips(dtype: torch.dtype, fused: bool) -> None:
-    """torch's own scaler treats the masters as ordinary fp32 parameters."""
+    """Torch's own scaler treats the masters as ordinary fp32 parameters."""
     torch.manual_seed(0)
     model = Weights()
     former = lower(model, dtype)
@@ -238,7 +238,7 @@ def test_parameters_added_later_get_masters_if_they_are_the_models() -> None:
 
 
 def test_a_parameter_cannot_be_added_twice() -> None:
-    """torch's own check detects that the optimizer already has the parameter, as its master."""
+    """Torch's own check detects that the optimizer already has the parameter, as its master."""
     model, optimizer = prepared()
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [model.a.weight]})
@@ -313,7 +313,7 @@ def test_data_replaced_by_hand_is_taken_over() -> None:
 
 @pytest.mark.cpu  # numpy writes to host memory
 def test_writes_past_torch_are_taken_over_when_told() -> None:
-    """numpy's writes are invisible to torch; refresh_from_model compares the values."""
+    """NumPy's writes are invisible to torch; refresh_from_model compares the values."""
     model, optimizer = prepared()
     attachment = attachment_of(optimizer)
     assert attachment is not None
@@ -484,7 +484,7 @@ def test_model_alone_copies_and_pickles_without_masters() -> None:
 
 
 def test_model_and_optimizer_copied_together_train_on_alike() -> None:
-    """torch drops an optimizer's hooks on copying; without them the copied model would never change."""
+    """Torch drops an optimizer's hooks on copying; without them the copied model would never change."""
     model, optimizer = prepared(Net)
     train(model, optimizer, 2)
     pair = (model, optimizer)

@@ -428,7 +428,7 @@ def test_nan_written_by_hand_reaches_the_master() -> None:
 def test_numbers_in_the_state_keep_their_format_when_the_masters_go(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    """torch keeps them in fp32 beside low-precision parameters: in bf16, a product of momenta would stop changing."""
+    """Torch keeps them in fp32 beside low-precision parameters: in bf16, a product of momenta would stop changing."""
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = kind(model.parameters(), lr=0.01)
