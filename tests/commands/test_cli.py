@@ -1,4 +1,4 @@
-"""The command line: what it prints where, what it writes, and its exit codes for every bad input."""
+"""The command line: its output streams, its files, and its exit codes for bad input."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TINY = str(Path(__file__).with_name("jobs") / "tiny_workloads.py")
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test in a folder of its own."""
+    """Run each test in its own folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -42,11 +42,11 @@ def _run(*words: str) -> Result:
 
 
 def _process(*words: str) -> Forked:
-    """A process that runs ``castwise`` in the test's folder."""
+    """Start a process that runs ``castwise`` in the test's folder."""
     return Forked(main, words, Path.cwd(), Path("said"), COLUMNS="400")
 
 
-# --- what works -----------------------------------------------------------------------------------------------
+# --- valid input ----------------------------------------------------------------------------------------------
 
 
 def test_version() -> None:
@@ -120,7 +120,7 @@ def test_names_in_brackets_are_no_markup(own_folder: Path) -> None:
 
 
 class Terminal:
-    """Standard output and error as a terminal of some encoding has them."""
+    """Replacements of standard output and error with a given encoding."""
 
     def __init__(self, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self._streams = {}
@@ -340,14 +340,16 @@ def test_asking_for_the_version_does_not_import_torch() -> None:
     ("ends", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
 def test_an_interrupted_training_keeps_its_record(ends: signal.Signals, code: int, said: str) -> None:
-    """Terminated too, as ``timeout``, Slurm and Docker do it, where no launcher ends ranks."""
+    """This holds for SIGTERM too, which ``timeout``, Slurm and Docker send."""
     lines = Path("o/metrics.jsonl")
     process = _process("train", f"{TINY}:mlp", "--steps", "1000000", "--out", "o")
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and (not lines.exists() or lines.stat().st_size < 1000):
             time.sleep(0.05)
-        for _ in range(1 + (ends is signal.SIGTERM)):  # timeout sends it to the process and to its group
+        for _ in range(
+            1 + (ends is signal.SIGTERM)
+        ):  # ``timeout`` signals the process and its group, so twice
             os.kill(process.pid, ends)
         assert process.wait(120) == code
     finally:
@@ -402,7 +404,7 @@ def test_tune_refuses_in_one_sentence(words: list[str], text: str, tmp_path: Pat
 
 
 def test_a_search_that_is_terminated_writes_what_it_knows(tmp_path: Path) -> None:
-    """As by Ctrl-C: ``timeout``, Slurm and Docker send this signal. Its stages are told while it runs, in lines."""
+    """SIGTERM, sent by ``timeout``, Slurm and Docker, acts like Ctrl-C; before it, stages are printed as lines."""
     words = ("tune", f"{TINY}:mlp", "--budget", "100", "--out", str(tmp_path / "o"))
     process = Forked(main, words, Path.cwd(), Path("said"), COLUMNS="400", TMPDIR=str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir(exist_ok=True)
@@ -423,12 +425,12 @@ def test_a_search_that_is_terminated_writes_what_it_knows(tmp_path: Path) -> Non
     left = [path.name for path in (tmp_path / "tmp").iterdir()]
     assert not [
         name for name in left if not name.startswith("torchinductor_")
-    ]  # torch's own, where it is imported first
+    ]  # torch creates these on import
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_a_termination_that_a_library_swallows_comes_again() -> None:
-    """As some do while they are imported; the command would train on, and hear of no further one."""
+    """Some libraries swallow it during their import; without a repeat the command would continue training."""
     Path("job.py").write_text(
         "import os, signal, time\nfrom castwise.lab.workloads.sine import sine\n"
         "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(5)\nexcept BaseException:\n    pass\n"
@@ -444,7 +446,7 @@ def test_a_termination_that_a_library_swallows_comes_again() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
-    """As ``nohup`` and shells without job control start what runs in the background."""
+    """``nohup``, and shells without job control for background jobs, start processes with ignored signals."""
     code = (
         f"import os, signal, sys; signal.signal(signal.{number.name}, signal.SIG_IGN); "
         "os.execv(sys.executable, [sys.executable, '-m', 'castwise', *sys.argv[1:]])"

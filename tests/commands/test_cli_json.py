@@ -1,4 +1,4 @@
-"""``--json``: every command's answer, and every error, as one object on standard output."""
+"""``--json`` prints each command's answer and each error as one object on standard output."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ FAILS = {
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test in a folder of its own, with what the commands are given."""
+    """Run each test in its own folder, which holds the commands' input files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(SOURCE))
     monkeypatch.setattr(
@@ -92,7 +92,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record() -> None:
-    """A step of the job, in the folder ``steps``."""
+    """Record a step of the job in the folder ``steps``."""
     job = find_workload("prints.py:job")
     model = job.model()
     optimizer = job.optimizer(model.parameters())
@@ -107,12 +107,12 @@ def record() -> None:
 def run(command: str, *words: str) -> Result:
     if command == "replay" and "steps" in words:
         record()
-    # An option of castwise's comes before a script.
+    # castwise's own options precede the script.
     return CliRunner().invoke(app, [command, "--json", *words])
 
 
 def one_object(text: str) -> dict[str, Any]:
-    """What is printed, which is one JSON object in which every number is one that JSON has."""
+    """Parse the output; check that it is one JSON object without NaN or infinity."""
 
     def none(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -188,7 +188,7 @@ def test_files_that_cannot_be_migrated_stand_beside_those_that_can() -> None:
 
 @pytest.mark.parametrize("command", ["bench", "train"])
 def test_nothing_else_reaches_standard_output(command: str) -> None:
-    """What a workload prints, and what processes print that it or castwise starts, goes to standard error."""
+    """Output of the workload, and of processes started by it or by castwise, goes to standard error."""
     process = Forked(main, (command, "--json", *WORKS[command]), Path.cwd(), Path("said"), COLUMNS="400")
     assert process.wait(120) == 0, process.said("err")
     assert one_object(process.said("out"))["kind"] == command
@@ -197,7 +197,7 @@ def test_nothing_else_reaches_standard_output(command: str) -> None:
 
 
 def test_an_interrupt_is_told_and_keeps_its_code() -> None:
-    # Of a workload that starts no shell: os.system lets interrupts pass.
+    # This workload starts no shell, since os.system ignores interrupts.
     words = ("tune", "--json", "prints.py:quiet", "--budget", "100", "--no-memory")
     process = Forked(main, words, Path.cwd(), Path("said"))
     try:

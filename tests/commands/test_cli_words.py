@@ -1,4 +1,4 @@
-"""Whatever stands in the place of an argument: a sentence, never a traceback and never an error in Python's words."""
+"""Any odd argument gives a sentence, never a traceback or Python's own error message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PYTHONS = (
 
 
 def valued() -> list[tuple[str, str]]:
-    """Every option of every command that takes a value."""
+    """Return all options of all commands that take a value, as pairs of command and option."""
     return [
         (name, max(option.opts, key=len))
         for name, command in COMMANDS.items()

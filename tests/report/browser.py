@@ -30,10 +30,10 @@ return matchMedia("(prefers-color-scheme: dark)").matches === arguments[0]
 
 
 class Browser:
-    """One window.
+    """A browser window.
 
     Args:
-        root: Address of the session at chromedriver.
+        root: URL of the chromedriver session.
     """
 
     def __init__(self, root: str) -> None:
@@ -46,7 +46,7 @@ class Browser:
         return self.call("goog/cdp/execute", cmd=command, params=parameters)
 
     def show(self, page: Path, width: int, *, dark: bool = False) -> None:
-        """Open a page in a window of a width in CSS pixels, 800 high."""
+        """Open a page in a window ``width`` CSS pixels wide and 800 high."""
         narrow = width < 600
         self.devtools(
             "Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=narrow
@@ -54,7 +54,7 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.devtools("Emulation.setEmulatedMedia", features=scheme)
         self.call("url", url=page.resolve().as_uri())
-        # a page that has loaded may still wear the last one's colours, or fade from them
+        # A loaded page may still show the previous page's colours, or fade from them.
         until = time.monotonic() + 10
         while not self.run(_WEARS, dark) and time.monotonic() < until:
             time.sleep(0.05)
@@ -63,11 +63,11 @@ class Browser:
         return self.call("execute/sync", script=script, args=list(args))
 
     def messages(self) -> list[str]:
-        """What the console has said since the last call."""
+        """Return the console messages since the last call."""
         return [f"{entry['level']}: {entry['message']}" for entry in self.call("se/log", type="browser")]
 
     def picture(self, path: Path) -> None:
-        """The whole page as a PNG."""
+        """Save the whole page as a PNG."""
         shot = self.devtools("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
@@ -95,7 +95,7 @@ def browser(folder: Path) -> Iterator[Browser]:
 
 
 def _start(log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """Chromedriver and its port: free on IPv6, where it chooses, it may be taken on IPv4, and the driver ends."""
+    """Start chromedriver and return it with its port; try again if the port, chosen on IPv6, is taken on IPv4."""
     for _ in range(20):
         with log.open("w") as out:
             driver = subprocess.Popen([str(DRIVER), "--port=0"], stdout=out, stderr=subprocess.STDOUT)

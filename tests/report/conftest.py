@@ -1,4 +1,4 @@
-"""A bench's record made by hand, so that what the report should say is known."""
+"""Bench records made by hand, for which the correct report is known."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_row(
     base_s: float | None = 0.1,
     **changes: Any,
 ) -> PlanResult:
-    """A row that is in order, against a baseline of 0.1 s per step with a final loss of 0.2."""
+    """Return a complete row, against a baseline of 0.1 s per step with a final loss of 0.2."""
     row: dict[str, Any] = {
         "training": _timing(step_s, base_s), "inference": _timing(step_s / 3, None if base_s is None else base_s / 3),
         "memory": Memory(peak, peak // 4, peak // 2, "m"), "losses": (1.0, 0.5, final), "final_loss": final,
@@ -49,12 +49,12 @@ def make_row(
 
 
 def make_lost(name: str, status: str, reason: str) -> PlanResult:
-    """A row without numbers."""
+    """Return a row without numbers."""
     return PlanResult(name, name, "d" * 64, status, reason)
 
 
 def make_record(*rows: PlanResult, base: PlanResult | None = None, **changes: Any) -> dict[str, Any]:
-    """A record of a baseline and the rows given."""
+    """Return a record of a baseline and the given rows."""
     base = make_row("fp32", 0.1, 0.2, base_s=None) if base is None else base
     made: dict[str, Any] = {
         "workload": "sine", "description": "a <wave>", "baseline": "fp32", "steps": 50, "rounds": 12, "starts": 0, "seed": 0,
@@ -65,25 +65,25 @@ def make_record(*rows: PlanResult, base: PlanResult | None = None, **changes: An
 
 @pytest.fixture
 def record() -> Callable[..., dict[str, Any]]:
-    """Makes a record of a baseline and the rows given."""
+    """Return the function that makes a record of a baseline and given rows."""
     return make_record
 
 
 @pytest.fixture
 def row() -> Callable[..., PlanResult]:
-    """Makes a row that is in order."""
+    """Return the function that makes a complete row."""
     return make_row
 
 
 @pytest.fixture
 def lost() -> Callable[..., PlanResult]:
-    """Makes a row without numbers."""
+    """Return the function that makes a row without numbers."""
     return make_lost
 
 
 @pytest.fixture
 def make_strange() -> Callable[[Sequence[str]], list[dict[str, Any]]]:
-    """Makes records of a bench and of a search in which everything has these names."""
+    """Return a function that makes a bench record and a search record in which everything has the given names."""
 
     def make(names: Sequence[str]) -> list[dict[str, Any]]:
         all_of_it = " ".join(names)

@@ -1,4 +1,4 @@
-"""A search's evidence made by hand, so that what the report should say is known."""
+"""Evidence of a search made by hand, for which the correct report is known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVIRONMENT = Environment(
 
 
 def make_damage(value: float, verdict: Any = None, reason: str = "") -> Damage:
-    """Damage with three quarters of it bias, judged by the usual lines unless said otherwise."""
+    """Return a damage that is three quarters bias, with the verdict of the usual limits unless one is given."""
     judged = verdict or ("pass" if value < 0.01 else "fail" if value > 0.1 else "undecided")
     if not math.isfinite(value):
         return Damage("fail", value, value, value, math.nan, math.nan, reason or "a gradient was not finite")
@@ -35,7 +35,7 @@ def make_damage(value: float, verdict: Any = None, reason: str = "") -> Damage:
 
 
 def make_candidate(name: str, step_s: float | None, status: Any = "sound", **changes: Any) -> Candidate:
-    """A plan against fp32 at 100 ms and bf16-mixed at 73 ms per step."""
+    """Return a plan, compared with fp32 at 100 ms per step and bf16-mixed at 73 ms per step."""
     made = Candidate(name, name, status)
     if step_s is not None:
         made = dataclasses.replace(
@@ -81,7 +81,7 @@ def _regions() -> tuple[RegionEvidence, ...]:
 
 
 def make_evidence(**changes: Any) -> Evidence:
-    """A finished search with something of everything, and the changes given."""
+    """Return the evidence of a finished search with all kinds of entries, with the given changes."""
     line = str(CHOSEN)
     candidates = (
         make_candidate(
@@ -137,7 +137,7 @@ def make_evidence(**changes: Any) -> Evidence:
 
 
 def make_bare(**changes: Any) -> Evidence:
-    """What is left of a search that was interrupted at once."""
+    """Return the evidence of a search that was interrupted at its start."""
     made = Evidence(
         workload="m", description="", command=ENVIRONMENT.command, goal="time", formats=("fp32", "bf16"), plan="fp32",
         digest=Plan.preset("fp32").digest, compute="fp32", answer="The search ended early.", complete=False, settings={}, environment=ENVIRONMENT,
@@ -147,6 +147,6 @@ def make_bare(**changes: Any) -> Evidence:
 
 
 def make_record(evidence: Evidence | None = None) -> dict[str, Any]:
-    """The plain record that the page is made from."""
+    """Return the plain record from which the page is made."""
     evidence = make_evidence() if evidence is None else evidence
     return TuneResult(Plan.parse(evidence.plan), evidence).to_dict()

@@ -1,4 +1,4 @@
-"""Reads a page as a browser would: its words, and that it is well formed and needs nothing from elsewhere."""
+"""A reader of pages that returns the text and checks that the page is well formed and self-contained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOID = {"meta", "br", "img", "link", "hr", "input", "wbr"}
 
 
 class Reader(HTMLParser):
-    """Collects text, and fails on tags that are not closed in order."""
+    """A parser that collects text and fails on tags that are not closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Reader(HTMLParser):
 
 
 def read(page: str, scripts: int = 0) -> str:
-    """The page's words, after checking that its tags nest, it has so many scripts and needs nothing from elsewhere."""
+    """Return the page's text; check that tags nest, it has ``scripts`` scripts and loads nothing external."""
     reader = Reader()
     reader.feed(page)
     assert reader.open == []

@@ -1,4 +1,4 @@
-"""The answer on one screen: 80 columns, the answer first, everything else for --verbose and the page."""
+"""The brief answer: one screen of 80 columns, answer first; the rest is for --verbose and the page."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_search_fits_and_its_answer_comes_first(undecided: tuple[str, ...], co
     )
     record = make_record(found)
     said = screen(record)
-    assert len(said) <= 24  # and a line that says where the files are
+    assert len(said) <= 24  # one more line, for the paths of the files, fits too
     assert joined(said).startswith(found.answer)
     assert "amp = castwise.Amp(" in "\n".join(said)
     assert "--compile auto" in joined(said)
@@ -121,7 +121,7 @@ def test_what_a_script_cannot_show_is_said(keep: slice, said: str) -> None:
 
 
 def test_a_candidate_without_words_has_its_name() -> None:
-    """Evidence of earlier versions has none."""
+    """Evidence of earlier versions has no ``words``."""
     found = make_evidence(
         candidates=(make_candidate("bf16-mixed", 0.07), make_candidate("fp32", 0.1, "baseline"))
     )

@@ -1,4 +1,4 @@
-"""What a comparison says in the terminal and on its page, and the page in a real browser."""
+"""A comparison in the terminal and as a page, and the page in a real browser."""
 
 from __future__ import annotations
 

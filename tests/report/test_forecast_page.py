@@ -47,7 +47,7 @@ def tensor(
 
 
 def make(count: int = 3, name: str = "layers") -> dict[str, Any]:
-    """A record of some regions, the first of which fp16 does not hold."""
+    """Return a record of regions, of which the first overflows fp16."""
     reason = "3.1 % of the activations overflow; the largest is 1.2e+05"
     scales = ScaleRange(0.5, 1e-6, 0.06, 131072.0, 8192.0)
     regions = tuple(
@@ -90,7 +90,7 @@ def test_the_page_has_a_row_per_region_and_kind_and_needs_nothing_from_elsewhere
     page = show_page(make())
     said = read(page, scripts=1)
     assert page.count("<tr data-kind") == 3 * 5
-    assert page.count("hidden><td") == 3  # what the plan keeps shows when it is asked for
+    assert page.count("hidden><td") == 3  # tensors that the plan keeps in fp32 are hidden at first
     for words in (
         "layers.2",
         "3.1 % overflow",
@@ -116,7 +116,7 @@ def test_every_histogram_is_a_valid_svg_with_the_ranges_of_all_formats() -> None
         assert len(root.findall("rect")) == 2 * len(FORMATS)
         widths = [float(rect.get("width", "nan")) for rect in root.findall("rect")]
         assert all(width >= 0 for width in widths)
-    # the loss scale moves fp16's strip down by 13 powers of two, a tensor's own scale fp8's to its largest value
+    # The loss scale moves fp16's range down by 13 powers of two; fp8's ends at the tensor's largest value.
     ends = [
         max(float(r.get("x")) + float(r.get("width")) for r in ET.fromstring(p).findall("rect"))
         for p in pictures
@@ -185,9 +185,7 @@ def test_the_page_filters_sorts_and_rescales_and_fits_every_width(window: Browse
         for dark in (False, True):
             window.show(page, width, dark=dark)
             assert window.run("return document.documentElement.scrollWidth") <= width
-            assert (
-                len(window.run(SHOWN)) == 12 * 4
-            )  # rows are blocks where it is narrow, and hidden there too
+            assert len(window.run(SHOWN)) == 12 * 4  # hidden rows stay hidden in the narrow layout
     window.run(
         "const k = document.getElementById('kind'); k.value = 'gradients'; k.dispatchEvent(new Event('input'))"
     )

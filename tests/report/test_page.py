@@ -1,4 +1,4 @@
-"""The page and its pictures."""
+"""The page of a bench and its pictures."""
 
 from __future__ import annotations
 

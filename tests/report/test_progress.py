@@ -1,4 +1,4 @@
-"""Progress on what is not a terminal: lines, each when it is known."""
+"""Progress without a terminal: lines, each printed at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from castwise.report.progress import bars
 
 
 class Log(io.StringIO):
-    """A file that notes what had been flushed when."""
+    """A text stream that records the flushed text."""
 
     def __init__(self) -> None:
         super().__init__()

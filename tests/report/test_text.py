@@ -1,4 +1,4 @@
-"""What a report says, from numbers whose meaning is known."""
+"""The text of reports, from numbers with a known meaning."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_no_part_of_a_plan_is_broken_in_a_terminal(record: Make, row: Row, width
     said = console.file.getvalue()
     assert all(len(line) <= width for line in said.splitlines())
     for part in ("bf16-mixed", "+memory_format=channels_last", "+optimizer=fused"):
-        assert said.count(part) >= 3, part  # one per table
+        assert said.count(part) >= 3, part  # once per table
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

@@ -33,7 +33,7 @@ FIGURES = ["scatter", "gradients", "gradients_by_region", "regions"]
 
 @functools.cache
 def shown() -> str:
-    """The page of the record, drawn once."""
+    """Return the page of the record, cached."""
     return show.page(make_record())
 
 
@@ -42,7 +42,7 @@ def drawn(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_page_can_be_drawn_of_a_speed_without_an_interval() -> None:
-    """That of a final of one round; the page and the plan were lost with it."""
+    """Regression: after a final of one round the page failed, and the plan was lost with it."""
     rows = [
         dataclasses.replace(row, speedup=dataclasses.replace(row.speedup, low=0.0, high=math.inf))
         if row.speedup
@@ -216,7 +216,7 @@ def test_writes_the_page_and_a_png_per_picture(tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths[1:])
 
 
-# --- where little is known ----------------------------------------------------------------------------------
+# --- records with little data -------------------------------------------------------------------------------
 
 
 def test_a_search_that_was_interrupted_at_once_still_has_a_page() -> None:
@@ -273,13 +273,13 @@ def test_when_fp32_is_best_its_numbers_are_shown() -> None:
     assert ("a training step", "100 ms", "12 rounds in 12 starts") in tune.facts(record)
 
 
-# --- words --------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------
 
 SAID = "relative error of an update"
 
 
 def terminal(record: dict[str, Any]) -> str:
-    """What the terminal shows, in one line."""
+    """Return the terminal's text as one line."""
     console = Console(width=100, file=io.StringIO())
     console.print(table(record))
     return " ".join(console.file.getvalue().split())
@@ -298,7 +298,7 @@ def terminal(record: dict[str, Any]) -> str:
     ids=["everything", "no plans", "no regions", "regions and a remark", "plans and a remark"],
 )
 def test_damage_is_introduced_where_it_is_printed(changes: dict[str, Any]) -> None:
-    """Nobody need open the docs to learn what the number is."""
+    """Text that mentions damage also explains it, so the docs are not needed."""
     record = make_record(make_evidence(**changes))
     for said in (read(show.page(record)), terminal(record)):
         assert SAID in said or "damage" not in said.lower()
@@ -311,7 +311,7 @@ def test_pictures_of_damage_say_what_it_is() -> None:
 
 
 def cells(grid: Grid) -> list[dict[str, str]]:
-    """Per row what each column says, and its status."""
+    """Return a dict per row with the text of each column and the status."""
     return [{**dict(zip(grid.header, row.cells, strict=True)), "status": row.status} for row in grid.rows]
 
 

@@ -1,4 +1,4 @@
-"""How tests of this folder start scripts under ``castwise try``."""
+"""The way in which the tests of this folder start scripts under ``castwise try``."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.tries import forked_tries
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
-    """Scripts run in forks of a process that has imported torch."""
+    """Run scripts in forks of a process that has imported torch; return the list of forks."""
     return forked_tries(monkeypatch)

@@ -147,7 +147,7 @@ def test_training_on_what_was_recorded_is_training_as_the_script_did(
     for mine, own in zip(model.parameters(), script["m"].parameters(), strict=True):
         torch.testing.assert_close(mine, own)
     for (_, mine), (_, before) in zip(batches, job["batches"], strict=True):
-        assert all(map(torch.equal, mine, before))  # computing again changes no batch
+        assert all(map(torch.equal, mine, before))  # running again does not change the batches
 
 
 @pytest.mark.parametrize("why", REFUSED)
@@ -175,7 +175,7 @@ def test_an_optimizer_is_made_again_with_the_options_of_each_group() -> None:
 
 @pytest.mark.usefixtures("forks")
 def test_the_tuned_plan_is_tried_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script's helper module, its random draws, its files: all as in the script's own folder, none of which is written to."""
+    """The script finds its helper module and its files, and nothing is written to its folder but ``runs``."""
     (tmp_path / "layers.py").write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")
     (tmp_path / "train.py").write_text(
         "import torch\nfrom layers import Net\nm = Net(8, 4)\no = torch.optim.SGD(m.parameters(), 0.1)\n"

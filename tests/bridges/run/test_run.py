@@ -1,4 +1,4 @@
-"""``castwise run``: scripts as their projects publish them give what the same plan gives them by hand."""
+"""``castwise run``: published scripts give the same results as with the same plan added by hand."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ CASES = [
 
 
 def run(folder: Path, text: str, *words: str) -> str:
-    """What a script prints under ``castwise run``."""
+    """Return what a script prints under ``castwise run``."""
     (folder / "train.py").write_text(text)
     return _printed(Forked(main, ["run", *words], folder, folder / "ran"))
 
 
 def python(folder: Path, text: str) -> str:
-    """What a script prints without it."""
+    """Return what a script prints without ``castwise run``."""
     (folder / "plain.py").write_text(text)
     return _printed(Forked(run_script, ["plain.py"], folder, folder / "by-hand"))
 
@@ -90,7 +90,7 @@ def test_what_a_plan_comes_too_late_for_runs_as_it_would(name: str, plan: str, t
 @pytest.mark.parametrize("plan", some(["fp16-mixed", "bf16-mixed"], 2))
 def test_ranks_of_torchrun_give_what_the_plan_gives_them_by_hand(plan: str, tmp_path: Path) -> None:
     text = (PUBLISHED / "ddp.txt").read_text()
-    text += "    print(end='', flush=True)\n    os._exit(0)\n"  # gloo's own teardown aborts now and then
+    text += "    print(end='', flush=True)\n    os._exit(0)\n"  # gloo's teardown aborts at times
     hand = text.replace("# prepared here", f"amp = castwise.Amp({plan!r})\n    amp.prepare(model)")
     hand = hand.replace("# optimizer prepared here", "amp.prepare(model, optimizer)")
     hand = hand.replace("loss.backward()", "amp.backward(loss)\n        amp.unscale_(optimizer)")
@@ -169,7 +169,7 @@ taken, holder, wrapper = model.forward, Holder(), Wrapper()
 def test_a_model_that_is_called_past_its_hooks_trains_by_the_plan(
     way: str, plan: str, tmp_path: Path
 ) -> None:
-    """As if it were called, and as one model: not each module inside of it by itself."""
+    """The model trains as if it were called, and as a whole, not module by module."""
     (tmp_path / "train.py").write_text(PAST_HOOKS.replace("CALL", PAST[way]).replace("FIRST", HOLDERS))
     process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
     found = _printed(process)
@@ -204,7 +204,7 @@ print(torch.jit.script(Net())(torch.ones(4)).shape)
 
 
 def test_a_forward_looks_and_lives_as_without_castwise(tmp_path: Path) -> None:
-    """Its arguments are found, one may be called ``self``, and a class that nobody uses is freed."""
+    """Signatures are unchanged, a parameter may be named ``self``, and unused classes are freed."""
     assert run(tmp_path, FORWARDS, "train.py") == python(tmp_path, FORWARDS)
 
 
@@ -254,7 +254,7 @@ model(x).square().mean().backward(); o.step(); print(o.param_groups[0]["params"]
 
 @pytest.mark.parametrize("plan", ["fp32", *PLANS, "bf16-true"])
 def test_a_script_that_saves_its_model_whole_loads_it_again(plan: str, tmp_path: Path) -> None:
-    """By ``weights_only``, with the globals that it allows; and elsewhere."""
+    """The model loads with ``weights_only`` and the allowed globals, and without castwise."""
     if plan.startswith("fp16"):
         plan += "+loss_scale.init=64"
     assert run(tmp_path, WHOLE, "--plan", plan, "train.py") == python(tmp_path, WHOLE)
@@ -279,7 +279,7 @@ ODD = {
     "has no model": ("print('done')", 0, "done\n", "the script trained no model"),
     "does not compile": ("print('done'", 1, "", "SyntaxError"),
     "is interrupted": (
-        # in the background of a shell an interrupt is ignored from the start
+        # A shell starts background jobs with interrupts ignored.
         "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)",
         -signal.SIGINT, "", "KeyboardInterrupt",
     ),
@@ -310,7 +310,7 @@ def test_exit_code_output_and_signals_are_the_scripts_own(what: str, tmp_path: P
     assert process.wait(60) == code, process.said("err")
     assert process.said("out") == out.replace("HERE", str(tmp_path.resolve()))
     assert said in process.said("err")
-    assert "castwise/script" not in process.said("err")  # no frame of ours in a traceback
+    assert "castwise/script" not in process.said("err")  # castwise's frames are not in tracebacks
 
 
 EVERYTHING = """
@@ -355,7 +355,7 @@ print(torch.jit.script(Pair)(torch.ones(1)).x, main()(torch.ones(1)).x, torch.ji
 def test_what_looks_at_its_callers_frame_finds_the_script(
     text: str, out: str, plan: str, tmp_path: Path
 ) -> None:
-    """TorchScript looks up names where it was called; all of torch can be imported as without castwise."""
+    """TorchScript looks up names in the frame of its caller; all modules of torch can still be imported."""
     (tmp_path / "train.py").write_text(text)
     process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "said")
     assert process.wait(120) == 0, process.said("err")
@@ -397,7 +397,7 @@ for _ in range(3):
 @pytest.mark.parametrize("call", ["m", "m.forward"])
 @pytest.mark.parametrize("plan", ["fp32", *PLANS[:3], "bf16-true"])
 def test_an_arrival_in_bf16_is_told(plan: str, call: str, tmp_path: Path) -> None:
-    """In the same words however the model is called; a plan that stores parameters low takes it as it is."""
+    """The message is the same for both ways to call the model; plans that store parameters low give none."""
     text = ARRIVED.replace("CALL", call)
     (tmp_path / "train.py").write_text(text)
     process = Forked(main, ["run", "--plan", plan, "train.py"], tmp_path, tmp_path / "ran")
@@ -426,7 +426,7 @@ def test_an_arrival_in_bf16_is_told(plan: str, call: str, tmp_path: Path) -> Non
 def test_inputs_that_a_script_casts_for_its_model_are_taken_by_the_widened_one(
     way: str, plan: str, tmp_path: Path
 ) -> None:
-    """As every loop around a model in bf16 does whose batches are fp32; what it rounds stays rounded."""
+    """Loops around bf16 models cast fp32 batches to bf16; the widened model accepts the rounded inputs."""
     text = f"""
 import torch
 torch.manual_seed(0)
@@ -545,7 +545,7 @@ for loss, outputs in (
 
 
 def test_gradients_of_what_is_no_loss_are_finite_where_they_are_without_a_scale(tmp_path: Path) -> None:
-    """A sum of outputs overflows fp16 at the scale of a mean. The one that overflows after others did not is the price."""
+    """Gradients of a sum overflow fp16 at the loss scale of a mean; only the second gradient here may overflow."""
     (tmp_path / "train.py").write_text(INPUTS)
     plain = Forked(main, ["run", "--plan", "fp32", "train.py"], tmp_path, tmp_path / "plain")
     scaled = Forked(main, ["run", "--plan", "fp16-mixed", "train.py"], tmp_path, tmp_path / "scaled")
@@ -602,7 +602,7 @@ print(float(closure()))
 def test_a_model_that_is_called_inside_steps_alone_trains_by_a_plan_with_a_loss_scale(
     name: str, tmp_path: Path
 ) -> None:
-    """Its first call is in the first step, which may be the only one."""
+    """The model's first call is inside the first optimizer step, which may be the only one."""
     (tmp_path / "train.py").write_text(CLOSURES)
     plain = Forked(main, ["run", "--plan", "fp32", "train.py", name], tmp_path, tmp_path / "plain")
     scaled = Forked(main, ["run", "--plan", "fp16-mixed", "train.py", name], tmp_path, tmp_path / "scaled")

@@ -1,4 +1,4 @@
-"""``castwise try``: a script's first steps under several plans, side by side, with nothing of its own overwritten."""
+"""``castwise try``: the first steps of a script under several plans, without overwriting its files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nothing_of_the_scripts_is_overwritten(here: Path) -> None:
 
 @pytest.mark.parametrize("step", [0, 2, 4])
 def test_a_script_that_fails_under_one_plan_fails_there_alone(step: int, here: Path) -> None:
-    """In its first step, while it is warmed up, or in a round that is timed."""
+    """The failure is in the first step, during warm-up, or in a timed round."""
     text = DIGITS.replace(
         "        x = F.relu(self.conv1(x))",
         "        self.calls = getattr(self, 'calls', 0) + 1\n        x = F.relu(self.conv1(x))\n"
@@ -104,7 +104,7 @@ def test_a_script_that_catches_all_errors_ends_too(caught: str, gone: bool, here
 
 
 def test_a_copy_of_the_working_folder_is_what_the_script_finds(here: Path, tmp_path: Path) -> None:
-    """With links, folders that hold the copy, and things that are no files; nothing leads back but what led elsewhere."""
+    """Links into the folder lead into the copy and links out of it stay; pipes, and the copy itself, are left out."""
     (here / "data").mkdir()
     (here / "data/x").write_text("x")
     (tmp_path / "else").mkdir()
@@ -159,7 +159,7 @@ def test_a_plan_that_fails_has_a_row_with_its_last_words(here: Path) -> None:
     assert notes == [
         ("Net trains under fp32",),
         ("Net trains under bf16-mixed",),
-    ]  # nothing that the script prints
+    ]  # no output of the script
     assert [(row.status, row.reason) for row in result.plans] == [
         ("ok", ""),
         ("failed", "AssertionError: low"),

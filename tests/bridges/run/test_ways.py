@@ -1,4 +1,4 @@
-"""``castwise run`` on the ways in which loops are written: the same numbers under fp32, close ones under fp16."""
+"""``castwise run`` on training loops of many forms: equal results under fp32, close ones under fp16."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _compare(text: str, tmp_path: Path) -> None:
     assert _printed(_run("fp32", tmp_path)) == plain
     low = _printed(_run("fp16-mixed+loss_scale.init=1024", tmp_path))
     torch.testing.assert_close(low, plain, rtol=5e-3, atol=1e-3)
-    assert low != plain  # it did train by the plan
+    assert low != plain  # the plan had an effect
 
 
 def _python(words: list[str]) -> None:

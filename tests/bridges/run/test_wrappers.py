@@ -1,4 +1,4 @@
-"""``castwise run`` on optimizers around others: the numbers of the recipe by hand, at an overflow too."""
+"""``castwise run`` on optimizers that wrap others: the results of the loop by hand, also with overflows."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_an_optimizer_around_another_trains_by_the_plan(which: str, plan: str, t
     assert _printed(_run("fp32", tmp_path)) == plain
     ran = _run(plan, tmp_path)
     torch.testing.assert_close(found := _printed(ran), plain, rtol=5e-3, atol=5e-3)
-    assert found != plain  # it did train by the plan
+    assert found != plain  # the plan had an effect
     late = "castwise run: W made its first step as it would without castwise: it does not call Optimizer.__init__, so it was detected then\n"
     expected = f"castwise run: Sequential trains under {plan}\n"
     assert ran.said("err") == ((late + expected) if which == LATE else expected)
@@ -189,7 +189,7 @@ def test_an_overflow_around_another_skips_each_step_once(which: str, plan: str, 
     assert found[-1] < found[0]
     counts = [
         f"{(len(skipped) - 1) * each} steps were skipped" for each in (1, 2)
-    ]  # two optimizers count a step each
+    ]  # each of two optimizers counts its step
     assert counts["several by name" in which] in ran.said("err")
 
 
@@ -198,7 +198,7 @@ def test_an_overflow_around_another_skips_each_step_once(which: str, plan: str, 
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
 @pytest.mark.parametrize("moves", MOVES)
 def test_sam_is_the_recipe_by_hand(moves: str, plan: str, scale: int, tmp_path: Path) -> None:
-    """To the last bit. An overflow of its first gradients skips the whole step, and no NaN reaches a weight or a loss."""
+    """Results are bitwise equal. If the first gradients overflow, the whole step is skipped and NaN reaches no weight."""
     (tmp_path / "train.py").write_text(HEAD + SAM + MOVES[moves] + TWICE)
     (tmp_path / "hand.py").write_text(HEAD + SAM + MOVES[moves] + BY_HAND.replace("SCALE", str(scale)))
     by_hand = _printed(Forked(_python, ["hand.py"], tmp_path, tmp_path / "hand"))

@@ -1,1 +1,1 @@
-"""Plans in the trainers of others."""
+"""Tests of castwise.bridges.trainers."""

@@ -1,4 +1,4 @@
-"""Plans in Accelerate and in the Trainer of transformers, against the same plans in a loop by hand."""
+"""Plans in Accelerate and in the Trainer of transformers, compared with the same plans in a loop by hand."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SCALED = [name for name in PLANS if "fp16" in name]
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps its state for the whole process, and filters warnings there."""
+    """Reset Accelerate's process-wide state and warning filters after each test."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with warnings.catch_warnings():
         yield
@@ -98,7 +98,7 @@ def weights(run: Any) -> dict[str, torch.Tensor]:
 
 
 def equal(one: Any, other: Any) -> None:
-    """Bit for bit, whatever holds the tensors."""
+    """Assert that two trees of tensors are bitwise equal."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         one, other = list(one.values()), [other[name] for name in one]
@@ -113,7 +113,7 @@ def equal(one: Any, other: Any) -> None:
 
 
 def by_hand(folder: Path, plan: str) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
-    """The Trainer's loop, without it: its data, groups of parameters, schedule and division of the loss."""
+    """Train like the Trainer, in a loop by hand: same data, parameter groups, schedule and division of the loss."""
     model = gpt()
     maker = Trainer(model=model, args=arguments(folder), train_dataset=texts())
     optimizer = maker.create_optimizer()
@@ -178,7 +178,7 @@ def test_the_trainer_computes_what_the_loop_by_hand_does(plan: str, tmp_path: Pa
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(plan: str, stored: torch.dtype, tmp_path: Path) -> None:
-    """With dropout and a scale that moves; also a model that arrives in bf16."""
+    """The model has dropout and the loss scale changes; the model may be given in bf16."""
     low = castwise.Plan.preset(plan)
     if low.loss_scale is not None:
         low = dataclasses.replace(low, loss_scale=dataclasses.replace(low.loss_scale, interval=2))
@@ -196,7 +196,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(plan: str, stored: torch.dtype, tmp_p
     equal(rest.optimizer.state_dict(), whole.optimizer.state_dict())
     assert rest.accelerator.amp.state_dict() == whole.accelerator.amp.state_dict()
     for name in ("loss", "grad_norm", "learning_rate", *(["loss_scale"] if plan in SCALED else [])):
-        equal(logged(rest, name), logged(whole, name))  # the first two are read from the checkpoint
+        equal(logged(rest, name), logged(whole, name))  # the first two are from the checkpoint
     if plan in SCALED:
         assert len(set(logged(whole, "loss_scale"))) > 1
     whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -204,7 +204,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(plan: str, stored: torch.dtype, tmp_p
 
 
 class Spoiled(CastwiseTrainer):
-    """Overrides the loss, as many do: at the second step it is infinite."""
+    """A trainer that overrides the loss; it is infinite in the second step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -225,7 +225,7 @@ class Spoiled(CastwiseTrainer):
 @each_value()
 @pytest.mark.filterwarnings(
     "ignore:prepare. more than 1 % of the weights:UserWarning"
-)  # biases, two steps from zero
+)  # biases start at zero and have made two steps
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "fp16-master"])
 def test_a_skipped_step_moves_nothing_and_is_said(plan: str, optim: str, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_evaluating_before_and_after_changes_nothing_of_training(plan: str, tmp_
         logits = run.model(input_ids=torch.stack([row["input_ids"] for row in texts(4)])).logits
     equal(torch.from_numpy(run.predict(texts(4)).predictions), logits)
     first = weights(run)
-    run.train()  # once more, from where it is
+    run.train()  # train further
     assert not torch.equal(first["lm_head.weight"], weights(run)["lm_head.weight"])
 
 
@@ -324,7 +324,7 @@ def test_a_trainer_without_a_plan_goes_on_from_a_checkpoint(plan: str, tmp_path:
     rest = Trainer(model=gpt(1), args=arguments(tmp_path / "again"), train_dataset=texts())
     rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(rest, "loss")[:2] == logged(run, "loss")[:2]
-    # bf16 holds 8 bits of each operand; the loss is near ln 64
+    # bf16 has 8 bits; the loss is near ln 64.
     assert logged(rest, "loss")[2:] == pytest.approx(logged(run, "loss")[2:], rel=2e-2)
 
 
@@ -344,15 +344,13 @@ def test_adapters_that_do_not_load_leave_the_plan_on(tmp_path: Path) -> None:
     equal(weights(run), wanted)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
-)  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT calls it
 @pytest.mark.parametrize(
     ("plan", "stored"),
     [("bf16-mixed", torch.bfloat16), ("bf16-master", torch.float32), ("fp16-master", torch.float32)],
 )
 def test_adapters_resume_bit_for_bit(plan: str, stored: torch.dtype, tmp_path: Path) -> None:
-    """In the trainer that saved, and in another."""
+    """The run resumes in a new trainer and in the one that saved."""
     peft = pytest.importorskip("peft")
 
     def run(folder: Path) -> Any:
@@ -379,13 +377,13 @@ def test_adapters_resume_bit_for_bit(plan: str, stored: torch.dtype, tmp_path: P
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-master"])
 def test_a_batch_that_does_not_fit_is_made_smaller(plan: str, tmp_path: Path) -> None:
-    """Which prepares all anew in the middle of a step."""
+    """The Trainer prepares everything again in the middle of a step."""
 
     class Small(CastwiseTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             if len(inputs["input_ids"]) > 2 and self.state.global_step == 1:
-                raise RuntimeError("CUDA out of memory.")  # as Accelerate knows it
+                raise RuntimeError("CUDA out of memory.")  # Accelerate recognises this message
             return loss
 
     run = trainer(tmp_path, plan, Small, auto_find_batch_size=True)
@@ -406,7 +404,7 @@ def test_a_model_made_anew_is_prepared_anew(tmp_path: Path) -> None:
 
 
 def test_data_parallel_runs_by_the_plan(tmp_path: Path) -> None:
-    """It goes past Accelerate; on a CPU it calls the module inside."""
+    """DataParallel bypasses Accelerate; on a CPU it calls the wrapped module."""
     args = arguments(tmp_path)
     args._n_gpu = 2
     run = CastwiseTrainer(plan="fp16-master", model=gpt(), args=args, train_dataset=texts())
@@ -449,7 +447,7 @@ def parts(fused: bool = False) -> tuple[nn.Module, Any, Any]:
 
 
 def loop(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, data: Any) -> list[float]:
-    """As Accelerate's guides write it."""
+    """Train in the loop of Accelerate's guides; return the gradient norms."""
     norms = []
     for inputs, targets in data:
         with accelerator.accumulate(model):
@@ -479,10 +477,10 @@ def test_copies_and_pickles_of_accelerates_objects_are_its_own(plan: str) -> Non
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-        if plain is not accelerator:  # Accelerate deep copies an accelerator as itself
+        if plain is not accelerator:  # deepcopy of an accelerator returns itself
             assert type(plain) is Accelerator
             assert plain.scaler is None
-    loop(accelerator, *objects)  # which goes on
+    loop(accelerator, *objects)  # the originals still train
     assert accelerator.amp.holds(objects[1].optimizer)
 
 
@@ -545,7 +543,7 @@ def test_save_state_and_load_state_go_on_bit_for_bit(plan: str, tmp_path: Path) 
     whole = state_of(accelerator.amp, *training)
 
     accelerator, *training = begin()
-    loop(accelerator, *training, pairs(2))  # somewhere else
+    loop(accelerator, *training, pairs(2))  # reach another state first
     accelerator.load_state(str(tmp_path))
     loop(accelerator, *training, pairs()[4:])
     equal(state_of(accelerator.amp, *training), whole)
@@ -599,7 +597,7 @@ def test_what_memory_was_freed_of_is_prepared_anew(plan: str) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[
         1
-    ]  # the first one lives still
+    ]  # the first optimizer is still alive
     inputs, targets = pairs(1)[0]
     accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
     optimizer.step()
@@ -675,7 +673,7 @@ def test_a_session_made_by_hand_is_handed_over() -> None:
 
 
 def test_a_scale_saved_by_torchs_scaler_is_taken_over() -> None:
-    """As a run with ``mixed_precision="fp16"`` has saved it."""
+    """A run with ``mixed_precision="fp16"`` saves such a state."""
     torchs = torch.amp.GradScaler("cpu", init_scale=128.0)
     torchs.scale(torch.ones(()))
     accelerator = CastwiseAccelerator("fp16-mixed")
@@ -687,7 +685,7 @@ def test_a_scale_saved_by_torchs_scaler_is_taken_over() -> None:
         accelerator.scaler.load_state_dict({"scale": 1.0})
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
+# --- settings that are refused --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", ["bf16", "fp16", "bf16_full_eval", "fp16_full_eval"])
@@ -696,7 +694,7 @@ def test_a_trainer_with_two_settings_of_precision_is_refused(setting: str, tmp_p
         PlanError, match=rf"CastwiseTrainer\(plan='fp16-mixed'\) together with {setting}=True: two settings"
     ):
         trainer(tmp_path, "fp16-mixed", **{setting: True})
-    trainer(tmp_path, "fp16-mixed").train()  # nothing of it stays behind
+    trainer(tmp_path, "fp16-mixed").train()  # the failed call left no state
 
 
 @pytest.mark.parametrize(
@@ -738,7 +736,7 @@ def test_no_precision_is_no_setting() -> None:
 
 
 def test_two_settings_by_the_environment_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is how `accelerate launch --mixed_precision` says it."""
+    """`accelerate launch --mixed_precision` sets this variable."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     with pytest.raises(PlanError, match=r"ACCELERATE_MIXED_PRECISION=bf16: two settings"):
         trainer(tmp_path, "fp16-mixed")
@@ -747,7 +745,7 @@ def test_two_settings_by_the_environment_are_refused(tmp_path: Path, monkeypatch
 
 
 def late_to(plan: str) -> None:
-    """A second optimizer of a model that trains already."""
+    """Prepare a second optimizer for a model that is already training."""
     accelerator = CastwiseAccelerator(plan)
     model, optimizer, _ = parts()
     accelerator.prepare(model, optimizer)
@@ -781,7 +779,7 @@ def test_another_release_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> N
     versions.check_version.cache_clear()
 
 
-# --- a trainer that knows nothing of the session --------------------------------------------------------------
+# --- a plain Trainer with a prepared model --------------------------------------------------------------------
 
 
 def prepared(plan: str, **changes: Any) -> Callable[[Path], Any]:
@@ -887,7 +885,7 @@ class SpoiledOnOne(Spoiled):
 
 
 def train_on_two(folder: str) -> None:
-    warnings.simplefilter("ignore")  # torch's own about its collectives
+    warnings.simplefilter("ignore")  # torch warns about its collectives
     os.environ["ACCELERATE_USE_CPU"] = "true"
     here, gathered = Path(folder), {}
     for plan in ("fp16-mixed", "fp16-master"):
@@ -909,7 +907,7 @@ def train_on_two(folder: str) -> None:
             if number % 2 == 0:
                 wanted.append(float(amp.clip_grad_norm_(model.parameters(), 0.1)))
                 amp.step(optimizer)
-                scheduler.step()  # as often as there are processes
+                scheduler.step()  # once per process, as in Accelerate
                 scheduler.step()
                 optimizer.zero_grad()
         equal(norms, wanted)
@@ -921,7 +919,7 @@ def train_on_two(folder: str) -> None:
             here / plan, plan, SpoiledOnOne, logging_nan_inf_filter=False, save_strategy="steps", save_steps=3
         )
         run.train()
-        assert run.skips in ([False, True, False, False], [])  # where it logs
+        assert run.skips in ([False, True, False, False], [])  # filled on the rank that logs
         assert run.accelerator.skipped_steps == 1
         rest = trainer(here / plan, plan, SpoiledOnOne, logging_nan_inf_filter=False)
         rest.train(resume_from_checkpoint=str(here / plan / "checkpoint-3"))

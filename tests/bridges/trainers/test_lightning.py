@@ -1,4 +1,4 @@
-"""A plan in Lightning's Trainer and Fabric trains what the same plan trains in a plain loop, to the last bit."""
+"""Plans in Lightning's Trainer and Fabric train bitwise the same as in a plain loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from castwise.bridges.trainers.lightning import CastwisePrecision, StrategyError
 from tests.soak import each_value, every, pairs
 
 pytestmark = [
-    # Lightning's own: of workers that it would have, and of a name that torch has renamed
+    # Lightning's warnings: few data-loading workers, and a name that torch has renamed.
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec"),
 ]
@@ -55,7 +55,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Net(LightningModule):
-    """A small classifier; ``seen`` is what its hooks saw."""
+    """A small classifier; ``seen`` holds what its hooks recorded."""
 
     def __init__(self, seed: int = 1, **options: Any) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def trainer_for(plugin: CastwisePrecision | None = None, **options: Any) -> Trai
 
 
 def fit(model: Any, plan: Any, data: list[Any] | None = None, /, **options: Any) -> Any:
-    """The model trained by a Trainer under a plan."""
+    """Train the model with a Trainer under a plan and return it."""
     ours = {name: options.pop(name) for name in ("model", "methods", "nonfinite") if name in options}
     path = options.pop("ckpt_path", None)
     trainer_for(CastwisePrecision(plan, **ours), **options).fit(
@@ -106,7 +106,7 @@ def fit(model: Any, plan: Any, data: list[Any] | None = None, /, **options: Any)
 
 
 def by_hand(model: Any, plan: Any, data: list[Any] | None = None, clip: Any = None, every: int = 1) -> Any:
-    """The model trained in a plain loop under a plan, and what became of each step."""
+    """Train the model in a plain loop under a plan and return it; record the skipped steps in ``seen``."""
     optimizer = model.configure_optimizers()
     results = []
     with Amp(plan) as amp:
@@ -127,7 +127,7 @@ def fabric_for(plugin: CastwisePrecision) -> Fabric:
 
 
 def by_fabric(model: Any, plan: Any, clip: dict[str, float] | None = None, every: int = 1) -> Any:
-    """The model trained by Fabric under a plan."""
+    """Train the model with Fabric under a plan and return it."""
     plugin = CastwisePrecision(plan)
     fabric = fabric_for(plugin)
     module, optimizer = fabric.setup(model, model.configure_optimizers())
@@ -148,7 +148,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(a == b and x.dtype is y.dtype and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
-# --- the same digits ------------------------------------------------------------------------------------------
+# --- bitwise equal training -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", [*PLANS, IN_PARTS])
@@ -161,7 +161,7 @@ def test_trains_as_in_a_plain_loop(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_submodule_alone_trains_as_in_a_plain_loop(plan: str) -> None:
-    """Under Fabric too; the plan's regions are those of the submodule."""
+    """Paths of the plan's regions are relative to the submodule."""
     if plan == "bf16-mixed":
         plan = "bf16-mixed+regions.3=fp32+ops.gelu=fp32"
     want = Net()
@@ -195,7 +195,7 @@ def test_several_submodules_run_each_by_the_plan() -> None:
     model.head.register_forward_hook(see, prepend=True)
     fit(model, "bf16-mixed", model=("net", "head"))
     assert {*outputs} == {torch.bfloat16}
-    assert {*model.seen} == {torch.float32}  # between two models that are prepared
+    assert {*model.seen} == {torch.float32}  # outputs between the prepared submodules
 
 
 @each_value()
@@ -210,7 +210,7 @@ def test_clips_true_gradients_and_accumulates(plan: str, clip: dict[str, float] 
         elif clip:
             amp.clip_grad_value_(optimizer, clip["clip_val"])
 
-    # SGD, since Adam takes the size of gradients out again
+    # SGD, because Adam is invariant to the scale of gradients
     class Model(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
@@ -227,7 +227,7 @@ def test_clips_true_gradients_and_accumulates(plan: str, clip: dict[str, float] 
 
 @pytest.mark.parametrize("plan", FEW)
 def test_an_optimizer_that_unscales_by_itself_may_be_clipped(plan: str) -> None:
-    """Lightning's own fp16 refuses to clip before a fused optimizer's step."""
+    """Lightning's own fp16 plug-in refuses to clip with fused optimizers."""
 
     def clip(amp: Amp, optimizer: Any) -> None:
         amp.clip_grad_norm_(optimizer, 0.05)
@@ -240,7 +240,7 @@ def test_an_optimizer_that_unscales_by_itself_may_be_clipped(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_an_optimizer_that_evaluates_the_loss_itself(plan: str, clip: float | None) -> None:
-    """Lightning's own fp16 refuses LBFGS."""
+    """Lightning's own fp16 plug-in refuses LBFGS."""
 
     class Model(Net):
         def configure_optimizers(self) -> Any:
@@ -283,7 +283,7 @@ def test_an_optimizer_that_evaluates_the_loss_itself(plan: str, clip: float | No
 
 
 class Adversaries(LightningModule):
-    """Two networks with an optimizer each, in manual optimization."""
+    """Two networks with one optimizer each, in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ class Adversaries(LightningModule):
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
 def test_manual_optimization_of_several_optimizers(plan: str) -> None:
-    """In Lightning's own fp16 gradients that are clipped by hand still hold the loss scale."""
+    """With Lightning's own fp16 plug-in, gradients clipped by hand are still multiplied by the loss scale."""
     want = Adversaries()
     optimizers = want.configure_optimizers()
     with Amp(plan) as amp:
@@ -336,7 +336,7 @@ LOUD = dataclasses.replace(Plan.preset("fp16-mixed"), loss_scale=LossScale(init=
 
 
 class Scheduled(Net):
-    """With a learning rate that halves; ``seen`` has it after each batch."""
+    """A model with a halving learning rate; ``seen`` has the scheduler's count and ``skipped`` after each batch."""
 
     def __init__(self, interval: str = "step", **options: Any) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Scheduled(Net):
 
 
 def spoilt(count: int, *at: int) -> list[Batch]:
-    """Batches, some of which hold NaN."""
+    """Return batches, with NaN in those at the given positions."""
     return [
         (inputs * (float("nan") if n in at else 1), targets)
         for n, (inputs, targets) in enumerate(batches(count))
@@ -379,9 +379,7 @@ def test_a_scheduler_rests_at_skipped_steps(plan: Any, data: list[Batch]) -> Non
     assert True in skips
     assert False in skips
     assert counts == moves(skips)
-    assert model.trainer.global_step == len(
-        data
-    )  # as under Lightning's own: a step that is skipped is counted
+    assert model.trainer.global_step == len(data)  # skipped steps count, as in Lightning
     assert model.lr_schedulers().state_dict()["last_epoch"] == counts[-1]
 
 
@@ -446,14 +444,14 @@ def test_a_run_that_is_resumed_goes_on_as_if_nothing_had_been(plan: str, tmp_pat
 
 
 class Begins(Net):
-    """``seen`` is the loss scale that training begins with."""
+    """A model that records the initial loss scale in ``seen``."""
 
     def on_train_start(self) -> None:
         self.seen.append(self.trainer.precision_plugin.amp.get_scale())
 
 
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
-    """Also one that was saved when training had ended, or without what training needs."""
+    """The checkpoint may be saved after training has ended, or with the weights only."""
     model = fit(Net(), MOVING["fp16-master"], max_epochs=1)
     trainer = model.trainer
     trainer.save_checkpoint(tmp_path / "all.ckpt")
@@ -527,11 +525,11 @@ def test_fabric_saves_and_goes_on(plan: str, tmp_path: Path) -> None:
     assert rest.seen == whole.seen
 
 
-# --- what hooks and steps see ---------------------------------------------------------------------------------
+# --- values in hooks and steps --------------------------------------------------------------------------------
 
 
 class Looks(Callback):
-    """Sees the loss before backward, and the largest gradient before the step."""
+    """A callback that records the loss before backward, and the largest gradient before the step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -595,7 +593,7 @@ def test_one_trainer_fits_and_tests_again_and_again() -> None:
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(model, loader(batches()))
         trainer.test(model, loader(batches(1)))
-    assert {*model.seen} == {torch.bfloat16}  # a step of the instance's own too
+    assert {*model.seen} == {torch.bfloat16}  # also in a test_step set on the instance
     assert not same(model, by_hand(Net(), "bf16-master"))
 
 
@@ -612,7 +610,7 @@ def test_a_backward_of_the_modules_own_is_called(plan: str) -> None:
     assert same(model, by_hand(Net(), plan))
 
 
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")  # once in a process
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")  # emitted once per process
 @pytest.mark.parametrize("plan", ["bf16-mixed", *FEW])
 def test_a_batch_without_a_loss_is_passed_over(plan: str) -> None:
     class Some(Net):
@@ -625,7 +623,7 @@ def test_a_batch_without_a_loss_is_passed_over(plan: str) -> None:
 
 
 def test_an_average_of_the_weights_is_kept_beside_a_model_that_trains() -> None:
-    """Lightning's callback copies the module while it is prepared."""
+    """Lightning's callback deep copies the prepared module."""
     model = fit(Net(), "bf16-mixed", callbacks=[EMAWeightAveraging(decay=0.5)])
     assert not same(model, by_hand(Net(), "bf16-mixed"))
     torch.testing.assert_close(
@@ -640,7 +638,7 @@ def test_lightnings_own_autocast_computes_the_same() -> None:
 
 
 class Copies(Callback):
-    """Pickles and copies all that there is while a training goes on, and holds the Trainer as callbacks do."""
+    """A callback that pickles and copies Lightning's objects during training, and holds the Trainer."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Any, Any]] = []
@@ -665,7 +663,7 @@ def test_copies_and_pickles_of_what_lightning_holds_have_the_plan_and_no_session
     for again in callback.found[0]:
         assert castwise.Amp.of(again) is None
         assert {p.dtype for p in callback.found[0][0].parameters()} == {torch.float32}
-    assert copy.deepcopy(callback.trainer).precision_plugin.plan == Plan.parse(plan)  # it has ended
+    assert copy.deepcopy(callback.trainer).precision_plugin.plan == Plan.parse(plan)  # a copy after training
 
 
 def test_a_plug_in_goes_to_processes_that_are_started_later() -> None:
@@ -676,9 +674,7 @@ def test_a_plug_in_goes_to_processes_that_are_started_later() -> None:
     assert repr(plugin) == f"CastwisePrecision({IN_PARTS!r})"
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Detected call of .lr_scheduler.step"
-)  # after the one step, which overflows
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")  # the only step overflows
 @pytest.mark.parametrize(
     ("plan", "kind"), pairs([*PLANS, "bf16-mixed+ops.gelu=fp32"], [BoringModel, ManualOptimBoringModel])
 )
@@ -701,7 +697,7 @@ def test_training_that_fails_leaves_the_module_as_it_was(plan: str, error: type[
             return self.loss(batch)
 
     model = Fails()
-    with pytest.raises((ValueError, SystemExit)):  # Lightning exits where it is interrupted
+    with pytest.raises((ValueError, SystemExit)):  # Lightning exits on KeyboardInterrupt
         fit(model, plan)
     assert Amp.of(model) is None
     assert same(model, by_hand(Net(), plan, batches()[:2]))
@@ -844,7 +840,7 @@ def test_fabric_runs_the_steps_of_a_lightning_module(plan: str) -> None:
     module, optimizer = fabric.setup(model, model.configure_optimizers())
     for batch in batches():
         loss = module.training_step(batch)
-        fabric.backward(loss * torch.ones(2) / 2, torch.ones(2))  # gradients of what is not a scalar
+        fabric.backward(loss * torch.ones(2) / 2, torch.ones(2))  # a loss that is not a scalar
         optimizer.step()
         optimizer.zero_grad()
     plugin.teardown()
@@ -868,7 +864,7 @@ def test_two_networks_in_fabric_have_one_session() -> None:
     [
         ("bf16-true", None, torch.bfloat16),
         ("bf16-true", "net", torch.float32),
-        ("bf16-master", None, torch.float32),  # its operators cast by themselves
+        ("bf16-master", None, torch.float32),  # its operators cast their inputs
     ],
 )
 def test_only_a_whole_module_takes_its_batch_low(plan: str, path: str | None, dtype: torch.dtype) -> None:
@@ -878,7 +874,7 @@ def test_only_a_whole_module_takes_its_batch_low(plan: str, path: str | None, dt
             self.seen.append((batch[1].dtype, out.dtype))
             return functional.mse_loss(
                 out, batch[1].to(out.dtype)
-            )  # torch 2.11 has no backward of two dtypes
+            )  # torch 2.11 has no backward for mixed dtypes
 
     data = [(inputs, inputs[:, :4]) for inputs, _ in batches()]
     model = fit(Regression(), plan, data, model=path)
@@ -916,7 +912,7 @@ def test_the_example_learns_to_read(
     assert int(skipped) < 10
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
+# --- settings that are refused --------------------------------------------------------------------------------
 
 
 def refuses(error: type[Exception], said: str, call: Callable[[], Any]) -> None:
@@ -941,7 +937,9 @@ def test_a_strategy_that_takes_no_plug_in_says_what_to_use(home: str, argument: 
     plugin = CastwisePrecision("fp16-mixed")
     said = r"^CastwisePrecision\('fp16-mixed'\): FSDPStrategy accepts only .* strategy=ModelParallelStrategy\(\.\.\.\), and"
     refuses(StrategyError, said, lambda: kind(**{argument: plugin}))
-    refuses(StrategyError, said, lambda: setattr(kind(), argument, plugin))  # as a Trainer on a GPU does
+    refuses(
+        StrategyError, said, lambda: setattr(kind(), argument, plugin)
+    )  # a Trainer on a GPU sets it like this
     assert issubclass(StrategyError, TypeError)
     with pytest.raises(TypeError, match="can only work with"):
         kind(**{argument: lightning.pytorch.plugins.MixedPrecision("bf16-mixed", "cpu")})
@@ -956,7 +954,7 @@ def test_autocast_around_and_a_scaler_inside_are_refused() -> None:
     model.grad_scaler = torch.amp.GradScaler("cpu")
     refuses(StateError, r"Net.grad_scaler is a GradScaler: two loss", lambda: fit(model, "fp16-mixed"))
     model.grad_scaler = torch.amp.GradScaler("cpu", enabled=False)
-    assert same(fit(model, "fp16-mixed"), by_hand(Net(), "fp16-mixed"))  # and the model is as it was
+    assert same(fit(model, "fp16-mixed"), by_hand(Net(), "fp16-mixed"))  # the model is unchanged
 
 
 @each_value()
@@ -999,7 +997,7 @@ def test_autocast_inside_is_refused_where_it_differs(
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
 def test_a_scaler_of_ones_own_beside_fabrics_is_refused(plan: str) -> None:
-    """Left over with its scale alone, it would make updates too large by that."""
+    """Otherwise updates would be too large by that scaler's scale."""
     plugin, model = CastwisePrecision(plan), Net()
     fabric = fabric_for(plugin)
     module, _ = fabric.setup(model, model.configure_optimizers())
@@ -1088,7 +1086,7 @@ def test_other_plug_ins_are_left_alone() -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[World]:
-    """Two processes on gloo."""
+    """Yield two processes that communicate over gloo."""
     if not torch.distributed.is_available():
         pytest.skip("this torch is built without torch.distributed")
     world = World(2)
@@ -1124,7 +1122,7 @@ def as_started_by_torchrun(rank: int) -> None:
 
 
 def trained(rank: int, layout: str, plan: Any, data: list[Batch], **options: Any) -> Any:
-    """A model that a Trainer has trained on two ranks, and its plug-in."""
+    """Train a model with a Trainer on two ranks and return it."""
     as_started_by_torchrun(rank)
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -1137,7 +1135,7 @@ def trained(rank: int, layout: str, plan: Any, data: list[Batch], **options: Any
 
 
 def hand_on_two(rank: int, layout: str, plan: Any, data: list[Batch], clip: float | None) -> Any:
-    """The same in a plain loop."""
+    """Train the same way in a plain loop."""
     from torch.distributed.device_mesh import init_device_mesh
 
     model = Scheduled()
@@ -1163,7 +1161,7 @@ def hand_on_two(rank: int, layout: str, plan: Any, data: list[Batch], clip: floa
 
 def trains_as_by_hand(rank: int, size: int, layout: str, plan: Any, clip: float | None) -> list[Any]:
     data = spoilt(8, 2)
-    data[2][0][1::2] = 1.0  # on one rank alone
+    data[2][0][1::2] = 1.0  # NaN on one rank only
     ours = trained(rank, layout, plan, data, gradient_clip_val=clip)
     want = hand_on_two(rank, layout, plan, data, clip)
     assert alike(whole_weights(ours), whole_weights(want))
@@ -1186,7 +1184,7 @@ def trains_as_by_hand(rank: int, size: int, layout: str, plan: Any, clip: float 
 def test_two_processes_train_as_in_a_plain_loop(
     two: World, layout: str, plan: str, clip: float | None
 ) -> None:
-    """NaN on one rank has both skip, and neither scheduler moves."""
+    """NaN on one rank makes both ranks skip the step, and neither scheduler advances."""
     first, second = two.run(trains_as_by_hand, layout, plan, clip)
     assert first == second
     assert first[2][1]

@@ -1,4 +1,4 @@
-"""No override of a foreign method loses what the original does beside its result."""
+"""Overrides of other libraries' methods keep the side effects of the originals."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_no_digest_is_left_over() -> None:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps its state for the whole process."""
+    """Reset Accelerate's process-wide state after the test."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     with warnings.catch_warnings():
         yield
@@ -122,7 +122,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plain_values(thing: Any) -> dict[str, Any]:
-    """Attributes that are numbers, words or None, and how many things there are in its lists."""
+    """Return the attributes that are numbers, strings or None, and the lengths of lists."""
     found: dict[str, Any] = {}
     for name, value in vars(thing).items():
         if value is None or isinstance(value, (bool, int, float, str)):

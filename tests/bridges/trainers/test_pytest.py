@@ -1,4 +1,4 @@
-"""``assert_precision_safe``, as a function here and as a fixture in a pytest of its own."""
+"""``assert_precision_safe``, as a function and, in a separate pytest run, as a fixture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Standardise(nn.Module):
-    """By the variance as E[x^2] - E[x]^2, around a mean that takes the digits away."""
+    """A norm with the variance E[x^2] - E[x]^2, around a mean so large that low formats lose the digits."""
 
     def __init__(self, offset: float) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Standardise(nn.Module):
 
 
 class Innocent(nn.Module):
-    """Nothing."""
+    """The identity."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 class Counter(nn.Module):
-    """Counts its calls in the format of what it gets, which ends where that has no digits for one more."""
+    """A counter in the format of its input; in bf16 it stops, because 301 is not representable."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Counter(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Other noise each time, which no seed repeats; the same each time that one is made."""
+    """Noise that differs per call and ignores seeds, but restarts with each new instance."""
 
     calls = 0
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_told_is_no_failure_of_the_plan(place: Callable[[], nn.Mo
 
 
 def test_one_finding_whatever_was_drawn_before() -> None:
-    """A DataLoader that shuffles, and dropout: seeds are the test's own."""
+    """With a shuffling DataLoader and dropout the result depends only on ``seed``."""
     tested = model(nn.GELU(), nn.Dropout(0.5))
     loader = torch.utils.data.DataLoader([(x[0], y[0]) for x, y in batches(64)], batch_size=8, shuffle=True)
     found = []
@@ -207,7 +207,7 @@ def test_the_job_for_ci_runs_the_example() -> None:
 
 
 def pytest_of_its_own(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A run of pytest where castwise is installed with the entry points of pyproject.toml."""
+    """Run pytest with castwise installed through the entry points of pyproject.toml."""
     entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "entry-points"
     ]
@@ -269,7 +269,7 @@ def test_skipped(assert_precision_safe):
     assert "2 failed, 2 passed, 1 skipped" in done.stdout, done.stdout
     assert "PrecisionUnsafe: bf16-mixed: fail." in done.stdout
     assert "PrecisionUndecided: bf16-mixed: undecided." in done.stdout, done.stdout
-    assert "__tracebackhide__" not in done.stdout  # where the assertion stands, not how it works inside
+    assert "__tracebackhide__" not in done.stdout  # the traceback ends at the user's assertion
     found = dict(
         re.findall(r"^\S*::(test_\w+): (\w+) at \S+ times the limit: bf16-mixed$", done.stdout, re.MULTILINE)
     )

@@ -1,4 +1,4 @@
-"""``castwise run`` on scripts of trainers, as their users publish them: the same digits as by the trainer's integration."""
+"""``castwise run`` on published scripts that use trainers gives bitwise the results of the integration."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def _compare(given: tuple[str, str, Path]) -> None:
 
 
 def _numbers(process: Forked) -> str:
-    """The last line: what the script prints itself."""
+    """Return the last line of numbers that the script prints."""
     return [line for line in process.said("out").splitlines() if line.startswith("[")][-1]

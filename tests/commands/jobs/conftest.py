@@ -1,4 +1,4 @@
-"""Shared by the tests of jobs."""
+"""Fixtures of the tests of jobs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from castwise.lab.timing.rates import Kernel, kernels
 
 @pytest.fixture
 def tiny() -> str:
-    """Path of the tiny workloads, for ``f"{tiny}:mlp"``."""
+    """Return the path of the tiny workloads, for ``f"{tiny}:mlp"``."""
     return str(Path(__file__).with_name("tiny_workloads.py"))
 
 
 @pytest.fixture(scope="session")
 def examined() -> tuple[DoctorResult, list[Event]]:
-    """This device as a doctor finds it, and what it told while it looked."""
+    """Run ``doctor`` on the CPU; return its result and its progress events."""
     told: list[Event] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("castwise.lab.timing.rates.kernels", first_kernel)
@@ -28,13 +28,13 @@ def examined() -> tuple[DoctorResult, list[Event]]:
 
 
 def first_kernel(device_type: str, *, small: bool = False) -> tuple[Kernel, ...]:
-    """One operator, whose rates are measured as they are: those of all take seconds, and have a test of their own."""
+    """Return one operator to measure; measuring all of them takes seconds and has its own test."""
     return kernels(device_type, small=small)[:1]
 
 
 @pytest.fixture
 def rates_are_known(examined: tuple[DoctorResult, list[Event]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A doctor of a workload takes the rates found before, whose measurement lasts longer than all that it does else."""
+    """Make ``doctor`` reuse the rates of ``examined``, since measuring them takes longer than everything else."""
     found, _ = examined
     monkeypatch.setattr("castwise.commands.jobs.doctor.measure_rates", lambda *_, **__: found.rates)
     monkeypatch.setattr("castwise.commands.jobs.doctor.measure_bandwidth", lambda *_, **__: found.bandwidth)

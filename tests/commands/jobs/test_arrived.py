@@ -1,4 +1,4 @@
-"""Jobs on models that arrive in bf16: an fp32 to hold plans against, and an honest row for the model as it was given."""
+"""Jobs on models given in bf16: an fp32 reference for plans, and a row for the model as given."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from castwise.lab.search import decision, final
 
 @pytest.fixture(autouse=True, scope="module")
 def one_start() -> Iterator[None]:
-    """Finalists start once, for a few rounds: how often is a matter of tuning/test_final.py."""
+    """Limit the final to one start of a few rounds; more starts are tested in tests/lab/search/test_final.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decision, "LEAST", 1)
         patch.setattr(decision, "MOST", 1)
@@ -34,7 +34,7 @@ def one_start() -> Iterator[None]:
 
 
 class Tokens(nn.Module):
-    """A few tokens to the next one; with adapters the rest is a frozen base."""
+    """A small token model; with ``adapters``, all but an adapter is frozen."""
 
     def __init__(self, adapters: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_a_search_takes_it_and_shows_it_as_given(adapters: bool, goal: str) -> N
         assert row.plan == ("fp32+output=as_is" if adapters else "bf16-true+output=as_is") != str(result.plan)
         assert row.parity is not None
         assert row.parity.value > 0.0
-        if row.rounds:  # else it was hopeless, and is said to be
+        if row.rounds:  # without rounds it was too slow to time
             assert row.speedup is not None
         if not adapters:
             assert "of the optimizer's update of" in row.reason
@@ -126,7 +126,7 @@ def test_parity_is_that_of_the_float_model(plan: str) -> None:
 
 
 def test_a_base_that_stays_low_is_part_of_what_parity_judges() -> None:
-    """Its reference is fp32 through and through, and a base is not moved to where it would have to be rounded."""
+    """The reference is entirely in fp32, and dither does not move a frozen base stored in bf16."""
     model = Tokens(adapters=True)
     found = castwise.parity(model, loss, batches, "fp32+output=as_is", optimizer=adamw)
     assert found.damage.value > 0.0
@@ -136,7 +136,7 @@ def test_a_base_that_stays_low_is_part_of_what_parity_judges() -> None:
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
 def test_a_bench_trains_it_under_every_plan(adapters: bool) -> None:
-    """From the weights that arrived; fp32 trains like the float model."""
+    """Training starts from the given weights, and fp32 trains like the model converted with ``float()``."""
     plans = ["fp32", "bf16-mixed", "bf16-master", "bf16-true"]
     ours = workload(adapters)
     wide = Workload("tokens", lambda: Tokens(adapters).float(), adamw, batches, loss)

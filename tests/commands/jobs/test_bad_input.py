@@ -1,4 +1,4 @@
-"""What cannot be tuned, timed, trained or tested is said in one sentence, with the place where it is the user's, and changes nothing."""
+"""Jobs that cannot run raise an error of one sentence, with the line of the user's code, and change nothing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Broken(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
-        return y @ y  # shapes that do not fit
+        return y @ y  # shapes do not match
 
 
 def raises(model: nn.Module, batch: Batch) -> Tensor:
@@ -166,7 +166,7 @@ JOBS: dict[str, tuple[Workload, str, tuple[str, ...]]] = {
 
 
 def expected(text: str) -> str:
-    """The text with ``{function:n}`` as the number of the n-th line after a function's first."""
+    """Return the text with ``{function:n}`` replaced by the line number n lines below the function's first line."""
     for word in (part.split("}")[0] for part in text.split("{")[1:]):
         name, offset = word.split(":")
         found: Any = Broken.forward if "." in name else globals()[name]
@@ -194,11 +194,11 @@ def test_what_fails_in_a_process_that_castwise_started_is_said_with_its_place(
     monkeypatch.setenv("CASTWISE_TEST_CALLER", str(os.getpid()))
     job = Workload("job", network, sgd, batches, raises_elsewhere)
     text = expected("KeyError: 'target' (test_bad_input.py, line {raises_elsewhere:2}, in raises_elsewhere)")
-    if call == "bench":  # which trains here, and measures memory elsewhere
+    if call == "bench":  # bench trains in this process and measures memory in another
         found = castwise.bench(job, device=DEVICE, steps=4, rounds=1, inference=False)
         assert [row.notes for row in found.plans] == [(f"memory was not measured: {text}",)] * 2
         return
-    if call == "doctor":  # which times it here in that case
+    if call == "doctor":  # doctor then times the job in this process
         request.getfixturevalue("rates_are_known")
         CALLS[call](job, tmp_path)
         return

@@ -1,4 +1,4 @@
-"""The bench from end to end on a small MLP, and rows of plans that cannot, should not or do not finish."""
+"""The bench from end to end on a small MLP, and rows of plans that fail, are stopped or are too slow."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NEVER = 1e6
 
 @pytest.fixture(scope="module")
 def told() -> list[Event]:
-    """What the bench of `result` has said while it ran."""
+    """Return the list for the progress events of ``result``."""
     return []
 
 
 def _unsendable(spec: str) -> Workload:
-    """A workload that cannot be sent to another process: its memory is measured in forks, which start at once."""
+    """Return a workload that cannot be sent to another process, so memory is measured in forks, which start quickly."""
     workload = find_workload(spec)
     return replace(workload, loss=lambda model, batch: workload.loss(model, batch))
 
@@ -68,8 +68,8 @@ def test_fp32_is_added_first_and_every_row_is_complete(result: BenchResult) -> N
 
 def test_plans_start_alike_see_the_same_and_learn(result: BenchResult) -> None:
     fp32, mixed, _ = (row.losses for row in result.plans)
-    # bf16 keeps 8 bits, dropout masks and batches are the same: losses agree to a few times 2**-8
-    # (on CUDA a mask depends on the format it is drawn in)
+    # bf16 has 8 bits, and dropout masks and batches are the same, so losses agree within a few times 2**-8
+    # (on CUDA dropout masks depend on the format).
     assert mixed == pytest.approx(fp32, rel=1.0 if DEVICE == "cuda" else 0.05)
     assert mixed != fp32
     assert fp32[-1] < 0.8 * fp32[0]
@@ -123,7 +123,7 @@ def test_same_seed_same_record_but_for_the_times(result: BenchResult, tiny: str)
 
 
 def test_memory_is_measured_in_a_process_of_its_own(result: BenchResult, tiny: str) -> None:
-    """As much as in a fork."""
+    """The memory is the same as in a fork."""
     alone = bench(f"{tiny}:mlp", ["fp32"], device=DEVICE, hopeless=NEVER, steps=3, rounds=1, starts=0, seed=3)
     assert alone.plans[0].memory is not None
     assert alone.plans[0].memory == replace(result.plans[0].memory, method=alone.plans[0].memory.method)
@@ -163,7 +163,7 @@ def test_events_lead_to_the_end_of_every_stage(result: BenchResult, told: list[E
             assert mine[-1].done == mine[-1].total
 
 
-# --- times in processes of their own ------------------------------------------------------------------------
+# --- times in separate processes ----------------------------------------------------------------------------
 
 
 def test_every_plan_is_started_again_to_be_timed(result: BenchResult) -> None:
@@ -402,7 +402,7 @@ def test_short_runs_have_fewer_rounds(tiny: str) -> None:
 
 
 def _text(result: BenchResult) -> str:
-    """The table as text on lines wide enough not to break a sentence."""
+    """Return the table as text, on lines so wide that no sentence is wrapped."""
     with open("/dev/null", "w") as nowhere:
         console = Console(width=400, record=True, file=nowhere)
         console.print(result.table())

@@ -1,4 +1,4 @@
-"""What a doctor says of synthetic measurements, and of small workloads with a fault."""
+"""``doctor`` on synthetic measurements and on small workloads with a fault."""
 
 import io
 import json
@@ -212,7 +212,7 @@ def test_steps_of_each_format_and_their_grades(layer, said):
     if said:
         assert (low.time, low.speedup, low.grade) == (None, None, "avoid")
     else:
-        assert low.speedup.n == 1  # starts, of which one says little, however many rounds it had
+        assert low.speedup.n == 1  # n counts starts, not rounds
         assert low.grade == grade_of(low.speedup)
 
 

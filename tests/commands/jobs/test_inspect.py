@@ -30,7 +30,7 @@ def test_each_tool_writes_its_record_and_page(tmp_path: Path, monkeypatch: pytes
         assert (folder / f"{name}.html").exists()
     assert f"Wrote {folder / 'nonfinite'}.html and 3 other files beside it" in done.stdout
     assert done.stdout.index("Everything is finite") < done.stdout.index("fp16-mixed: ")
-    assert "Operators" not in done.stdout  # its tables are for --verbose
+    assert "Operators" not in done.stdout  # tables are shown with --verbose only
 
 
 def test_tells_of_a_workload_that_is_not_finite() -> None:

@@ -1,4 +1,4 @@
-"""Layouts as text, the place of each rank, and shares of a batch; no process is started here."""
+"""Parsing of layouts, coordinates of ranks, and shares of a batch; no process is started."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_options_of_a_pipeline_are_for_pipelines(
         train(f"{tiny}:mlp", "fp32", steps=1, out=tmp_path, **option)  # type: ignore[arg-type]
 
 
-# --- what a workload has to say -----------------------------------------------------------------------------------
+# --- requirements on the workload ---------------------------------------------------------------------------------
 
 
 def test_a_workload_without_the_field_is_told_what_to_write() -> None:
@@ -234,6 +234,6 @@ def test_stages_that_are_not_the_model_are_refused(tiny: str, split: object, wor
 
 def test_heads_that_cannot_be_shared_out_are_named() -> None:
     attention = find_workload("gpt?layers=1&width=48&heads=3").model().blocks[0].attention
-    attention.qkv = nn.Linear(48, 72)  # half of it, as tensor parallelism by two would leave
+    attention.qkv = nn.Linear(48, 72)  # half of the layer, as with tensor parallelism of size 2
     with pytest.raises(WorkloadError, match=r"3 heads cannot be cut into equal pieces"):
         attention(torch.ones(1, 2, 48))

@@ -1,4 +1,4 @@
-"""A training job that goes on from its newest checkpoint."""
+"""A training job that resumes from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_was_stopped_and_resumed_is_what_ran_through(tmp_path: Path, plan: 
     through, halves = tmp_path / "through", tmp_path / "halves"
     train(WORKLOAD, plan, steps=8, out=through, device=DEVICE)
     train(WORKLOAD, plan, steps=5, out=halves, device=DEVICE, save_every=3)
-    # as a process that was killed leaves it: a line of a step that came to nothing, and half a line
+    # A killed process leaves a line of a step that was lost, and an incomplete line.
     with (halves / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "loss": 1.0}\n{"step": 7, "lo')
     result = train(WORKLOAD, plan, steps=8, out=halves, device=DEVICE, save_every=3, resume=True)

@@ -1,4 +1,4 @@
-"""``train``: what it writes, what it says, and what it leaves when something goes wrong."""
+"""``train``: its files, its output, and its state after errors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_same_seed_gives_the_same_run_and_random_numbers_outside_stay(tiny: 
 
 def test_progress_tells_loss_scale_skips_and_speed(tiny: str, tmp_path: Path) -> None:
     events: list[Event] = []
-    plan = "fp16-mixed+loss_scale.init=1e30"  # overflows until it has come down
+    plan = "fp16-mixed+loss_scale.init=1e30"  # overflows until the scale has fallen
     result = train(f"{tiny}:mlp", plan, steps=80, out=tmp_path, progress=events.append)
     steps = [event for event in events if isinstance(event, TrainEvent)]
     assert steps[0].done == 1
@@ -124,7 +124,7 @@ def test_progress_tells_loss_scale_skips_and_speed(tiny: str, tmp_path: Path) ->
     assert last.skipped_steps == result.skipped_steps > 0
     lines = _lines(tmp_path)
     assert sum(line["skipped"] for line in lines) == result.skipped_steps
-    for before, after in itertools.pairwise(lines):  # the scale in a line is the one that its step used
+    for before, after in itertools.pairwise(lines):  # each line has the scale used in its step
         if before["skipped"]:
             assert after["loss_scale"] == before["loss_scale"] / 2
     assert [value for _, value in _events(tmp_path, "loss_scale")] == pytest.approx([
@@ -140,11 +140,11 @@ def test_a_second_training_replaces_the_first(tiny: str, tmp_path: Path) -> None
     assert [step for step, _ in _events(tmp_path, "loss")] == [1, 2, 3, 4]
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
 class _BlowsUp(nn.Linear):
-    """Gives NaN from its sixth call on."""
+    """A linear layer that returns NaN from its sixth call on."""
 
     calls = 0
 
@@ -266,7 +266,7 @@ def test_an_interruption_keeps_the_record(tiny: str, tmp_path: Path) -> None:
 
 @pytest.fixture(params=[signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def ends(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """A signal that ends a command as Ctrl-C does, also where the suite was started with it ignored."""
+    """Yield a signal that raises KeyboardInterrupt, even if the test suite was started with the signal ignored."""
     former = signal.signal(request.param, signal.default_int_handler)
     yield request.param
     signal.signal(request.param, former)
@@ -276,14 +276,14 @@ def ends(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
 def test_ctrl_c_waits_while_what_was_done_is_written_down(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, ends: signal.Signals
 ) -> None:
-    """In TensorBoard's queue it would leave the queue's reader asleep for two minutes (seen once), or its lock taken."""
+    """An interrupt inside TensorBoard's queue can leave its lock held, or its reader asleep for two minutes."""
     owner = queue.Queue if place == "_put" else SummaryWriter
     real = getattr(owner, place)
     came: list[str] = []
     calls = itertools.count()
 
     def interrupted(*args: Any, **options: Any) -> Any:
-        if next(calls) == (place == "_put"):  # its first item comes before any step
+        if next(calls) == (place == "_put"):  # the first item is queued before any step
             came.append(place)
             signal.raise_signal(ends)
             came.append("went on")

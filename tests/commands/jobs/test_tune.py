@@ -1,4 +1,4 @@
-"""``tune`` as users call it: what it returns, what it leaves alone, what it refuses."""
+"""``tune`` as users call it: its result, the state it must not change, and the input it refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from castwise.lab.search import decision, final
 
 @pytest.fixture(autouse=True, scope="module")
 def one_start() -> Iterator[None]:
-    """Finalists start once, for a few rounds: when they start again is a matter of tuning/test_decision.py and test_final.py."""
+    """Limit the final to one start of a few rounds; more starts are tested in test_decision.py and test_final.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decision, "LEAST", 1)
         patch.setattr(decision, "MOST", 1)
@@ -69,7 +69,7 @@ def tune(model: nn.Module | None = None, **options: Any) -> castwise.TuneResult:
 
 @pytest.fixture(scope="module")
 def result() -> castwise.TuneResult:
-    """A search as users call it, and nothing compiled by it."""
+    """Return the result of a search called as by users; check that it compiles nothing."""
     before = torch._dynamo.utils.counters["frames"]["total"]
     found = tune()
     assert torch._dynamo.utils.counters["frames"]["total"] == before
@@ -113,7 +113,7 @@ def test_the_plan_loads_and_trains_and_every_other_has_its_reason(
 
 @pytest.mark.parametrize("end", ["returns", "fails", "is interrupted"])
 def test_nothing_is_left_behind(end: str, tmp_path: Path) -> None:
-    """Model, random numbers and settings are as before; training goes on bit for bit as if it had never run."""
+    """Model, random states and settings are restored, and further training is bitwise the same as without a search."""
     count = itertools.count()
 
     def watched(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -140,7 +140,7 @@ def test_nothing_is_left_behind(end: str, tmp_path: Path) -> None:
         assert record["complete"] is False
         assert (tmp_path / "report.html").exists()
     else:
-        # a plan that fails is a candidate that failed; fp32 failing ends the search
+        # A failure under another plan rejects that plan; a failure in fp32 ends the search.
         try:
             tune(model, loss=watched)
         except WorkloadError:
@@ -186,7 +186,7 @@ def test_numerics_alone(low: str) -> None:
 
 
 def test_fp32_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is told without a claim on what was not measured; files and progress are the command line's."""
+    """The answer claims nothing that was not measured; files and progress are the same as on the command line."""
     result = tune(
         formats=("fp32",), optimizer=lambda params: torch.optim.RMSprop(params, lr=1e-3), out=tmp_path / "new", progress=True
     )  # fmt: skip
@@ -213,8 +213,10 @@ def test_training_runs() -> None:
 def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: True)  # else it is out, however light
-    # what cannot be sent to another process is measured in forks, which start at once
+    monkeypatch.setattr(
+        _torch.cpu, "cpu_has_bf16", lambda: True
+    )  # otherwise bf16 is ruled out on CPUs without it
+    # A lambda keeps the workload in this process, so memory is measured in forks, which start quickly.
     made = Workload("wide", wide, adamw, lambda seed: wide_batches(seed), loss)
     result = castwise.tune(
         made, goal="memory", formats=("fp32", "bf16"), device=DEVICE, budget_s=120, warmup_steps=5
@@ -235,7 +237,7 @@ def wide() -> nn.Sequential:
 
 
 def wide_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Labels that can be learned: the loss falls by enough for training runs to decide about a plan without masters."""
+    """Yield learnable batches, so the loss falls enough for training runs to decide on a plan without masters."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
         x = torch.randn(64, 16, generator=generator)
@@ -360,7 +362,7 @@ def test_a_place_that_is_no_folder_is_refused_in_a_sentence(where: str, tmp_path
 
 
 class Loader:
-    """As a DataLoader with workers: its iterators hold something for as long as they live."""
+    """A loader whose iterators hold a resource while they live, like a DataLoader with workers."""
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     given: ClassVar[list[weakref.ref[Tensor]]] = []
@@ -387,7 +389,7 @@ class Loading:
 @pytest.mark.parametrize("end", ["returns", "fails"])
 @pytest.mark.parametrize("given", ["loader", "workload"])
 def test_no_batch_and_no_iterator_over_them_outlives_the_search(given: str, end: str) -> None:
-    """Not until a collector comes by: it may hold processes and files."""
+    """Iterators are freed without the garbage collector, since they may hold processes and files."""
     count = itertools.count()
 
     def maybe(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -405,10 +407,10 @@ def test_no_batch_and_no_iterator_over_them_outlives_the_search(given: str, end:
             job = Workload("job", network, adamw, lambda _seed: Loader(), maybe)
             castwise.tune(job, device=DEVICE, **options)
     except WorkloadError as error:
-        caught = error  # with the frames that it came through
+        caught = error  # keep the error with its traceback
     finally:
         assert len(Loader.alive) == 0
-        if end == "returns":  # an error's frames hold some
+        if end == "returns":  # the frames of an error's traceback hold some batches
             assert [batch for batch in Loader.given if batch() is not None] == []
         Loader.given.clear()
         gc.enable()

@@ -1,4 +1,4 @@
-"""What a search hands back."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_table_fits_and_marks_the_plan(result: TuneResult, width: int) -> No
     assert "1.79x" in marked[0]
     assert "0.0031" in marked[1]
     for piece in (*str(CHOSEN).split("+"), "±1.1 ms", "(1.73-1.84)", "(0.0019-0.0053)"):
-        assert piece in out  # in one line
+        assert piece in out  # not broken across lines
     said = " ".join(out.split())
     for words in (
         "out of memory",

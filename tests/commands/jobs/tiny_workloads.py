@@ -1,4 +1,4 @@
-"""Workloads small enough for tests; found by path, in the test's own process and in those it starts."""
+"""Tiny workloads for tests, found by path in the test's process and in the processes it starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _optimizer(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 def _batches(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     while True:
-        inputs = torch.randn(32, 8, generator=draw, device="cpu")  # whatever device is the default
+        inputs = torch.randn(32, 8, generator=draw, device="cpu")  # independent of the default device
         yield inputs, inputs.sum(1, keepdim=True).tanh()
 
 
@@ -49,7 +49,7 @@ mlp = Workload("mlp", _model, _optimizer, _batches, _loss, _evaluate, "a small M
 
 
 class SlowInLow(nn.Linear):
-    """Does far more work when autocast is on, as fp16 convolutions do on a CPU."""
+    """A model that does far more work under autocast, like fp16 convolutions on a CPU."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(inputs.device.type):
@@ -59,7 +59,7 @@ class SlowInLow(nn.Linear):
 
 
 class BreaksInLow(nn.Linear):
-    """Raises in its third call under autocast."""
+    """A model that raises in its third call under autocast."""
 
     calls = 0
 
@@ -72,7 +72,7 @@ class BreaksInLow(nn.Linear):
 
 
 class Hoarder(nn.Linear):
-    """Holds four more mebibytes during its forward."""
+    """A model that holds 4 MiB more during its forward pass."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         extra = torch.zeros(2**20, device=inputs.device)
