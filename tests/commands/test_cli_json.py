@@ -28,7 +28,7 @@ from tests.tries import forked_tries
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 WITHOUT = {"run"}
-"""Their standard output is another program's."""
+"""Commands whose standard output belongs to another program."""
 
 PRINTS = f"""import os, sys
 sys.path.insert(0, {str(Path(__file__).with_name("jobs"))!r})

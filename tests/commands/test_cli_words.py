@@ -19,7 +19,7 @@ from castwise.lab.workloads.workload import find_workload
 
 COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 NEEDS = {"replay": ["gone"], "migrate": ["gone"], "schema": ["gone"], "run": ["gone.py"], "try": ["gone.py"]}
-"""What else a command is given; without it a workload that is none, so that nothing runs."""
+"""Further arguments of a command; the others get a workload that does not exist, so nothing runs."""
 ODD = ["", " ", ",", "99999999999999999999", "-1", "nan", "\udcff", ".", "a\x00b", "x" * 5000]
 PYTHONS = (
     "IndexError",

@@ -243,7 +243,7 @@ def test_the_terminal_keeps_square_brackets(record: Make, row: Row, lost: Row) -
 # --- names ----------------------------------------------------------------------------------------------------
 
 STRANGE = r"$\frac{$", "[/x]", "[red]", "a b", "{y}", "%s", "<b>"
-"""Names that a module may have, and that mean something to matplotlib, rich, str.format or a browser."""
+"""Names that a module may have, with a special meaning to matplotlib, rich, str.format or a browser."""
 
 
 def test_names_on_an_axis_are_whole_and_begin_lines_where_a_person_would() -> None:

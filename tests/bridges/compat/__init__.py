@@ -1,1 +1,1 @@
-"""Drop-ins."""
+"""Tests of castwise.bridges.compat."""

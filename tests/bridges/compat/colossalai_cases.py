@@ -1,4 +1,4 @@
-"""One small model, trained by Colossal-AI's engine on every layout."""
+"""A small model, trained with the drop-in's engine for Colossal-AI on all layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.bridges.compat.colossalai.context import ParallelMode
 from castwise.bridges.compat.colossalai.core import global_context as gpc
 from tests.distributed.model import BLOCKS, LOSS, Options, Run, batch, build, cut_by_hand, parallelize, stage
 
-SCALE = 4096.0  # 65536 overflows fp16 in a part of a batch, whose gradients are larger
+SCALE = 4096.0  # 65536 overflows fp16 with parts of a batch, which have larger gradients
 MODES: dict[str, dict[str, Any] | None] = {
     "none": None,
     "torch": {"mode": AMP_TYPE.TORCH, "init_scale": SCALE},
@@ -40,7 +40,7 @@ def config(mode: str, **more: Any) -> dict[str, Any]:
 
 
 def alone(mode: str) -> dict[str, Tensor]:
-    """The weights after training in one process, written out, without an engine."""
+    """Train in one process without an engine and return the weights."""
     model = build()
     optimizer = optimizer_of(model)
     fp16 = MODES[mode]
@@ -77,7 +77,7 @@ class Layout:
         colossalai.launch(
             config(mode, parallel=parallel, **zero, **more), 0, 1, "localhost", 0, verbose=False
         )
-        self.run = Run("fp32", Options())  # for the record of what was sharded by hand
+        self.run = Run("fp32", Options())  # records the parameters sharded by hand
         model = build() if pipeline == 1 else stage(gpc.get_local_rank(ParallelMode.PIPELINE), 2)
         if "hand" in self.parts:
             cut_by_hand(model, self.run, gpc.get_group(ParallelMode.TENSOR))
@@ -89,12 +89,12 @@ class Layout:
         self.engine, *_ = colossalai.initialize(model, optimizer_of(model), LOSS, verbose=False)
 
     def mine(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a batch."""
+        """Return this rank's part of a batch."""
         count, rank = gpc.get_world_size(ParallelMode.DATA), gpc.get_local_rank(ParallelMode.DATA)
         return tensor.chunk(count)[rank]
 
     def step(self, index: int, plant: bool = False) -> tuple[Any, Any]:
-        """One batch; the loss of this rank, and what ``engine.step`` returned."""
+        """Train on one batch; return this rank's loss and the result of ``engine.step``."""
         x, y = (self.mine(part) for part in batch(index))
         self.engine.zero_grad()
         _, _, loss = self.engine.execute_schedule(iter([(x, y)]))
@@ -103,14 +103,14 @@ class Layout:
         return loss, self.engine.step()
 
     def plant(self) -> None:
-        """An infinity in one gradient of this rank."""
+        """Set one gradient element of this rank to infinity."""
         params = [p for group in self.engine.optimizer.param_groups for p in group["params"]]
         grad = [p for p in params if p.grad is not None][-1].grad
         local = grad.to_local() if hasattr(grad, "to_local") else grad
         local.view(-1)[0] = float("inf")
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole model's fp32 weights, on every rank."""
+        """Return the whole model's fp32 weights, on every rank."""
         out = {}
         for name, value in self.engine.amp.model_state_dict(self.model).items():
             value = value.detach()
@@ -132,7 +132,7 @@ class Layout:
 def train(
     rank: int, size: int, layout: str, mode: str, plant: int | None = None, accumulate: int = 1
 ) -> tuple[dict[str, Tensor], list[Any], float]:
-    """Weights, what each step returned, and the scale in the end."""
+    """Train; return the weights, the result of each step and the final loss scale."""
     more = {} if accumulate == 1 else {"gradient_accumulation": accumulate}
     run = Layout(layout, mode, **more)
     try:
@@ -147,7 +147,7 @@ def train(
 
 
 def accumulated(run: Layout, index: int, parts: int) -> list[Any]:
-    """A batch in parts, each through the whole loop."""
+    """Run each part of a batch through the whole loop; return the results of the steps."""
     x, y = (run.mine(part) for part in batch(index))
     returned = []
     for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
@@ -158,7 +158,7 @@ def accumulated(run: Layout, index: int, parts: int) -> list[Any]:
 
 
 def groups(rank: int, size: int, parallel: dict[str, Any]) -> dict[str, Any]:
-    """What ``gpc`` says on this rank."""
+    """Return the values of ``gpc`` on this rank."""
     colossalai.launch({"parallel": parallel, "NUM_EPOCHS": 3}, 0, 1, "localhost", 0, verbose=False)
     said: dict[str, Any] = {
         mode.name: (gpc.get_local_rank(mode), gpc.get_world_size(mode), gpc.is_initialized(mode))
@@ -172,7 +172,7 @@ def groups(rank: int, size: int, parallel: dict[str, Any]) -> dict[str, Any]:
 
 
 def loader(rank: int, size: int, add_sampler: bool) -> list[list[int]]:
-    """What two epochs of a loader give this rank."""
+    """Return the samples that this rank gets from a loader in two epochs."""
     colossalai.launch({}, 0, 1, "localhost", 0, verbose=False)
     data = torch.utils.data.TensorDataset(torch.arange(20))
     loaded = colossalai.utils.get_dataloader(
@@ -182,7 +182,7 @@ def loader(rank: int, size: int, add_sampler: bool) -> list[list[int]]:
 
 
 def averaged(rank: int, size: int) -> tuple[list[float], bool, float]:
-    """Gradients of parameters of which one rank has some and none has others."""
+    """Average gradients that both ranks, one rank or no rank has; return the results."""
     from castwise.bridges.compat.colossalai.engine import DataParallelGradientHandler
 
     params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
@@ -196,7 +196,7 @@ def averaged(rank: int, size: int) -> tuple[list[float], bool, float]:
 
 
 def trainer_in_a_pipeline(rank: int, size: int, mode: str, chunks: int) -> dict[str, Any]:
-    """Two epochs by the trainer, and an evaluation after each."""
+    """Train for two epochs with the trainer, with an evaluation after each; return metrics, layers and steps."""
     from castwise.bridges.compat.colossalai.trainer import Trainer, hooks
 
     parallel = {"pipeline": 2}

@@ -1,4 +1,4 @@
-"""The state of a drop-in is the process's: each test begins with none."""
+"""Drop-ins have process-wide state; each test starts without any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castwise.core.casting import frames, kernels
 
 @pytest.fixture(autouse=True)
 def fresh_amp() -> Iterator[None]:
-    """As before the first ``initialize``, and nothing left in force after the test."""
+    """Reset the state after each test, and check that no casts are left active."""
     state = amp._amp_state
     methods = {
         name: vars(torch.Tensor).get(name)
@@ -29,6 +29,6 @@ def fresh_amp() -> Iterator[None]:
     vars(state).update(vars(AmpState()))
     assert not frames.ambient
     assert frames.depth() == 0
-    frames._kept.clear()  # those of blocks, kept for their backward passes
+    frames._kept.clear()  # frames of blocks, kept for backward
     assert not kernels.registered("cpu")
     assert {name: vars(torch.Tensor).get(name) for name in methods} == methods

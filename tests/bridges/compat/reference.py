@@ -1,4 +1,4 @@
-"""What the drop-in is compared with: loops written by hand, without castwise and without torch.amp."""
+"""References for the drop-in: loops written by hand, without castwise and torch.amp."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Largest difference of a weight from a reference that does the same arithmetic, relative to the largest weight: the order
-# of sums alone differs. And from one in fp64: what the format loses over the few steps of a test.
+# Largest allowed difference of a weight, relative to the largest weight. SAME_ARITHMETIC: from a reference that differs
+# only in the order of sums. FROM_FP64: from a reference in fp64, after the few steps of a test.
 SAME_ARITHMETIC = 2e-6
 FROM_FP64 = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def close(got: Iterable[Tensor], want: Iterable[Tensor], tolerance: float) -> None:
-    """Assert that weights agree, each relative to the largest element of its own, or to 0.01 where all are smaller."""
+    """Assert that weights agree, relative to the largest element of each tensor, or to 0.01 if all are smaller."""
     for mine, theirs in zip(got, want, strict=True):
         scale = float(theirs.detach().abs().max().clamp(min=1e-2))
         error = float((mine.detach().double() - theirs.detach().double()).abs().max())
@@ -26,7 +26,7 @@ def close(got: Iterable[Tensor], want: Iterable[Tensor], tolerance: float) -> No
 
 @dataclass
 class Scale:
-    """Dynamic loss scaling in eight lines."""
+    """Dynamic loss scaling, written by hand."""
 
     value: float = 2.0**16
     window: int = 2000
@@ -44,7 +44,7 @@ class Scale:
 
 @dataclass
 class Run:
-    """What a training left behind."""
+    """The results of a training run."""
 
     weights: list[Tensor]
     scales: list[float]
@@ -59,15 +59,15 @@ def train_with_masters(
     rate: float,
     momentum: float,
 ) -> Run:
-    """O2 by hand: weights stored low, fp32 masters, SGD with momentum.
+    """Train like O2, by hand: weights stored low, fp32 masters, SGD with momentum.
 
     Args:
-        model: In fp32; stored low here, BatchNorm excepted.
-        low: Format.
-        batches: In fp32.
-        loss_of: Called with a function that runs the model, and a batch.
-        rate: Of SGD.
-        momentum: Of SGD.
+        model: A model in fp32; its weights except BatchNorm's are cast to ``low``.
+        low: The low format.
+        batches: Batches in fp32.
+        loss_of: Function of the model's forward and a batch.
+        rate: Learning rate of SGD.
+        momentum: Momentum of SGD.
     """
     masters = [p.detach().clone() for p in model.parameters()]
     for module in model.modules():
@@ -102,15 +102,15 @@ def train_in(
     optimizer: Any,
     skips: list[bool],
 ) -> list[Tensor]:
-    """A plain loop in one format, which leaves out the steps that ``skips`` says.
+    """Train in a plain loop in one format, without the optimizer steps marked in ``skips``; return the weights.
 
     Args:
-        dtype: fp64, mostly.
-        model: Cast to it.
-        batches: Cast to it.
-        loss_of: As above.
-        optimizer: Makes one from parameters.
-        skips: One per batch.
+        dtype: The format, mostly fp64.
+        model: The model, cast to ``dtype``.
+        batches: The batches; inputs are cast to ``dtype``.
+        loss_of: Function of the model's forward and a batch.
+        optimizer: Function that makes the optimizer from parameters.
+        skips: One boolean per batch.
     """
     model.to(dtype)
     update = optimizer(model.parameters())
@@ -123,5 +123,5 @@ def train_in(
 
 
 def count_skips(scales: list[float], first: float = 2.0**16) -> int:
-    """How often a dynamic scale was halved."""
+    """Return how often a dynamic loss scale was halved."""
     return round(sum(max(0.0, math.log2(a / b)) for a, b in zip([first, *scales], scales, strict=False)))

@@ -1,4 +1,4 @@
-"""The lists of O1, on half and fp32 inputs, in and out of place."""
+"""The cast lists of O1, on half and fp32 inputs, in place and out of place."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_mixed_inputs_meet_in_the_widest(half: torch.dtype) -> None:
     start(half)
     for name, f in PROMOTED.items():
         assert f(square(half), square(FP32)).dtype is FP32, name
-        if name not in ("bilinear", "a 0-dim factor"):  # their own weights, and a sum, are fp32
+        if name not in ("bilinear", "a 0-dim factor"):  # they contain fp32 weights or an fp32 sum
             assert f(square(half), square(half)).dtype is half, name
     assert bool((square(half) == square(half).float()).all())
     assert torch.equal(square(half), square(half).float())
@@ -290,7 +290,7 @@ BACKWARDS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor | Non
 
 @pytest.mark.parametrize("backward", BACKWARDS.values(), ids=BACKWARDS.keys())
 def test_casts_rest_in_every_backward_whoever_calls_it(backward: Callable[..., Tensor | None]) -> None:
-    """Apex never saw the products in formulas: a product of fp32 has gradients of fp32."""
+    """Apex did not cast products inside derivative formulas, so an fp32 product has fp32 gradients."""
 
     def in_fp32(x: Tensor) -> Tensor:
         return torch.matmul(x, square(FP32)).pow(2).sum()
@@ -307,12 +307,12 @@ def test_casts_rest_in_every_backward_whoever_calls_it(backward: Callable[..., T
         torch.zeros(()).backward()
     assert handle.is_active()
     handle._deactivate()
-    with torch.autocast("cpu", HALF):  # the engine is torch's again, whose autocast goes on in backward
+    with torch.autocast("cpu", HALF):  # torch's own autocast also casts in backward
         assert not torch.equal(torch.autograd.grad(in_fp32(x := square(FP32).requires_grad_()), x)[0], want)
 
 
 class Product(torch.autograd.Function):
-    """As scripts wrote them: no decorators of torch.amp."""
+    """A custom function without torch.amp's decorators, as in old scripts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -334,12 +334,12 @@ def test_functions_with_a_backward_in_python_are_cast_there_too() -> None:
     with amp.disable_casts():
         want = square(FP32).T @ torch.ones(4, 4)
     assert torch.allclose(w.grad, want, rtol=2e-3)
-    assert not torch.equal(w.grad, want)  # it was a product in half
+    assert not torch.equal(w.grad, want)  # the product was in half
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_forwards_are_recomputed_by_apex_s_lists(reentrant: bool) -> None:
-    """Native autocast would run exp in half on a CPU."""
+    """torch's own autocast would run exp in half on a CPU."""
     seen: list[torch.dtype] = []
 
     def body(x: Tensor, w: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def test_checkpointed_forwards_are_recomputed_by_apex_s_lists(reentrant: bool) -
 
 def test_no_copy_of_a_weight_outlives_its_change() -> None:
     model = nn.Linear(4, 4, bias=False)
-    other = nn.Linear(4, 4, bias=False)  # not given to initialize, as an average of weights is not
+    other = nn.Linear(4, 4, bias=False)  # not given to initialize, like an average of weights
     amp.initialize(model, verbosity=0)
     x = torch.ones(1, 4)
     for net in (model, other):
@@ -378,7 +378,7 @@ def test_no_copy_of_a_weight_outlives_its_change() -> None:
 
 
 def test_evaluation_before_training_leaves_gradients_whole() -> None:
-    """A copy made where no gradient was wanted has no graph."""
+    """A cast cached under no_grad has no graph and must not be reused."""
     model = nn.Linear(4, 4)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = amp.initialize(model, optimizer, loss_scale=128.0, verbosity=0)
@@ -411,7 +411,7 @@ def test_a_weight_is_cast_once_in_a_forward() -> None:
     amp.initialize(model, verbosity=0)
     assert casts(model) == 2
     amp.initialize(nn.Linear(2, 2), verbosity=0)
-    assert casts(model) == 4  # the model is not initialize's any more
+    assert casts(model) == 4  # the model is no longer the initialized one
 
 
 def test_memory_does_not_grow_with_repeated_initialize() -> None:
@@ -423,7 +423,7 @@ def test_memory_does_not_grow_with_repeated_initialize() -> None:
 
 
 def test_threads_that_inherit_autocast_follow_the_lists() -> None:
-    """As torch's DataParallel and the threads of a device's backward do: they know autocast's state and no more."""
+    """Threads of DataParallel and of backward on a GPU inherit autocast's state only."""
     start()
     seen: list[torch.dtype] = []
 
@@ -448,7 +448,7 @@ def test_workers_of_a_data_loader_are_not_cast() -> None:
     start()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forking while threads run
+        warnings.simplefilter("ignore")  # warnings about forking with threads
         loader = torch.utils.data.DataLoader(Products(), num_workers=1, multiprocessing_context="fork")
         assert {batch.dtype for batch in loader} == {FP32}
 
@@ -475,7 +475,7 @@ def test_the_first_api_scales_and_skips() -> None:
         handle.scale_loss(torch.ones(()), optimizer),
     ):
         pass
-    x = torch.ones(1, 2)  # the losses are divided by 4: 2**16 itself would overflow half
+    x = torch.ones(1, 2)  # losses are divided by 4, since 2**16 would overflow half
     for factors, moved in (((1.0, 1.0), 0.5), ((1.0, float("inf")), 0.0)):
         optimizer.zero_grad()
         for factor in factors:

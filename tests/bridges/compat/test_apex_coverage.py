@@ -1,4 +1,4 @@
-"""The list of names says what is there: each works or differs where it says so, and raises where it is absent."""
+"""The coverage list is correct: names listed as present exist, and names listed as absent raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resolve(name: str) -> Any:
         except ModuleNotFoundError:
             continue
         if parts[:length] == ["amp", "_amp_state"]:
-            found = amp._amp_state  # as `from apex.amp import _amp_state` gives it
+            found = amp._amp_state  # the object that `from apex.amp import _amp_state` imports
         for part in parts[length:]:
             found = getattr(found, part)
         return found
@@ -43,7 +43,7 @@ def test_names_are_there_or_not_as_the_list_says(entry: Covered) -> None:
         with pytest.raises((ImportError, AttributeError)):
             resolve(name)
     else:
-        amp.initialize(torch.nn.Linear(1, 1), enabled=False)  # options are there from the first call on
+        amp.initialize(torch.nn.Linear(1, 1), enabled=False)  # options exist after the first call
         found = resolve(name)
         if argument:
             target = found.__init__ if inspect.isclass(found) else found
@@ -75,4 +75,4 @@ def test_rows_are_listed_once_and_say_what_to_expect(package: str) -> None:
     for row in rows:
         assert row.status in STATUSES, row
         assert row.status == "works" or row.note, row
-        assert not set("|\n") & set(row.note), row  # it is a cell of a table
+        assert not set("|\n") & set(row.note), row  # the note is a table cell

@@ -1,4 +1,4 @@
-"""What ``initialize`` takes, returns, prints and refuses; state dicts; what goes in and out of a cast model."""
+"""``initialize``: arguments, results, output and errors; state dicts; inputs and outputs of a cast model."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_contradictions_are_runtime_errors(level: str, options: dict[str, Any], 
 
 
 class Emptied:
-    """A module that has lost a function since it was registered."""
+    """A namespace whose registered function is then deleted."""
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_scale_loss_says_what_is_missing() -> None:
 
 
 def run_passes(optimizer: Any, parameter: Tensor, factors: list[float], **options: Any) -> list[float]:
-    """Backward passes whose gradients are these numbers; the scale after each."""
+    """Run backward passes with the given gradients; return the loss scale after each."""
     scales = []
     for factor in factors:
         with amp.scale_loss((parameter * factor).sum(), optimizer, **options) as scaled:
@@ -379,7 +379,7 @@ def test_an_interrupted_pass_keeps_earlier_gradients(level: str) -> None:
 
 
 def test_o2_takes_what_torch_s_optimizers_take() -> None:
-    """Each of these was an error in Apex."""
+    """Each of these calls failed in Apex."""
     model, optimizer = init("O2")
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -395,7 +395,7 @@ def test_o2_takes_what_torch_s_optimizers_take() -> None:
 
 # --- state dicts --------------------------------------------------------------------------------------------
 
-# As amp.state_dict() of NVIDIA/apex at e13873de returns it after 12 passes with num_losses=3, written by torch.save.
+# The amp.state_dict() of NVIDIA/apex at e13873de after 12 passes with num_losses=3, written by torch.save.
 FROM_APEX = collections.OrderedDict([
     ("loss_scaler0", {"loss_scale": 65536.0, "unskipped": 12}),
     ("loss_scaler1", {"loss_scale": 32768.0, "unskipped": 7}),
@@ -433,7 +433,7 @@ def test_foreign_keys_are_refused() -> None:
 
 
 def test_o2_states_of_a_model_hold_the_masters_values() -> None:
-    """Apex rounded them to half, so that a resumed training began with a step back."""
+    """Apex rounded them to half, so resumed training lost precision."""
     model, optimizer = init("O2")
     with torch.no_grad():
         for master in amp.master_params(optimizer):
@@ -459,7 +459,7 @@ def test_extra_state_passes_through() -> None:
     model.load_state_dict(model.state_dict())
 
 
-# --- what goes in and out -----------------------------------------------------------------------------------
+# --- inputs and outputs -------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -474,7 +474,7 @@ class Record:
 
 
 class Batch:
-    """A class of the user's own, which knows how to cast itself."""
+    """A user's class with a ``to`` method."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -484,7 +484,7 @@ class Batch:
 
 
 class Echo(nn.Module):
-    """Returns what it was given, and notes the types."""
+    """A module that returns its arguments and records them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ def test_cast_model_outputs_decides_what_comes_out(level: str) -> None:
     model, _ = init(level, cast_model_outputs=torch.bfloat16)
     assert model(torch.randn(4, 4)).dtype is torch.bfloat16
     model, _ = init(level)
-    outputs = {"O1": torch.float32}  # BatchNorm runs as it is, in what comes in
+    outputs = {"O1": torch.float32}  # BatchNorm runs in the format of its input
     assert model(torch.randn(4, 4)).dtype is (
         torch.float16 if level == "O1" else outputs.get(level, torch.float32)
     )
@@ -539,12 +539,12 @@ def test_models_pickle(level: str) -> None:
     assert b"castwise" not in data
     again = pickle.loads(data)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
-    if level != "O1":  # which autocasts outside of models too
+    if level != "O1":  # O1 also casts outside of models
         assert again(torch.randn(4, 4)).dtype is torch.float32
 
 
 def test_replicas_of_data_parallel_run_their_own_weights() -> None:
-    """In Apex's O2 all of them ran the first one's."""
+    """In Apex's O2 all replicas used the weights of the first one."""
     model, _ = init("O2")
     model.eval()
     replica = model._replicate_for_data_parallel()

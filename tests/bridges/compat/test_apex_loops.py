@@ -1,4 +1,4 @@
-"""Scripts written to Apex's public documentation, against loops written by hand."""
+"""Scripts written after Apex's public documentation, compared with loops written by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU_HALF = [torch.float16, torch.bfloat16]
 
 
 def convnet() -> nn.Module:
-    """Small, with what an ImageNet model has: convolutions, BatchNorm, a residual, pooling, a classifier."""
+    """Return a small model with convolutions, BatchNorm, a residual block, pooling and a classifier."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -44,7 +44,7 @@ def convnet() -> nn.Module:
 
 
 def images(steps: int) -> list[tuple[Tensor, Tensor, float]]:
-    """Batches, and a factor on each loss: two of them overflow fp16's gradients, whatever the scale was."""
+    """Return batches with a factor on each loss; two factors overflow fp16's gradients at any loss scale."""
     draw = torch.Generator().manual_seed(1)
     factors = {1: 1e6, 4: 1e7}
     return [
@@ -59,7 +59,7 @@ def classify(run: Any, batch: tuple[Tensor, Tensor, float]) -> Tensor:
 
 
 def imagenet(level: str, batches: list[Any], capsys: Any = None, **options: Any) -> tuple[Run, nn.Module]:
-    """The loop of Apex's ImageNet example."""
+    """Train in the loop of Apex's ImageNet example."""
     model = convnet()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
@@ -122,9 +122,7 @@ def test_imagenet_o1_stays_near_fp64(low: torch.dtype) -> None:
         lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
         got.skips,
     )
-    close(
-        got.weights, want, 10 * FROM_FP64[low]
-    )  # eight steps at a rate of 0.1 with momentum multiply what is lost
+    close(got.weights, want, 10 * FROM_FP64[low])  # eight steps with momentum amplify the rounding
 
 
 def test_o0_is_fp32_training_bit_for_bit() -> None:
@@ -160,9 +158,9 @@ def gan_parts() -> tuple[nn.Module, nn.Module]:
 
 
 def gan(level: str | None, steps: int, spoil: dict[int, int]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """The loop of Apex's DCGAN example; ``level=None`` is the same in fp64 without amp.
+    """Train in the loop of Apex's DCGAN example; with ``level=None``, in fp64 without amp.
 
-    ``spoil``: step -> which of the three losses gets an infinite gradient there.
+    ``spoil`` maps a step to the index of the loss, out of three, that gets an infinite gradient.
     """
     critic, maker = gan_parts()
     if level is None:
@@ -216,7 +214,7 @@ def test_dcgan_skips_what_overflowed_and_no_more(level: str) -> None:
     assert scales[2] == scales[3] == [2.0**16, 2.0**15, 2.0**16]
     assert scales[4] == scales[6] == [2.0**16, 2.0**15, 2.0**15]
     assert [entry["unskipped"] for entry in states[6].values()] == [7, 4, 2]
-    close(got, want, 10 * FROM_FP64[torch.float16])  # Adam's step goes by the sign of small gradients
+    close(got, want, 10 * FROM_FP64[torch.float16])  # Adam amplifies errors of small gradients
 
 
 # --- accumulation -------------------------------------------------------------------------------------------
@@ -235,9 +233,7 @@ def accumulate(level: str, delay: bool, batches: list[Any], every: int) -> list[
             optimizer.step()
             optimizer.zero_grad()
     expected = 0 if level == "O0" else len(batches) // every if delay else len(batches)
-    assert (
-        amp.state_dict()["loss_scaler0"]["unskipped"] == expected
-    )  # a pass with delay_unscale does not count
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == expected  # passes with delay_unscale do not count
     return [p.detach().clone() for p in amp.master_params(optimizer)]
 
 
@@ -326,7 +322,7 @@ def test_o2_weights_loaded_after_initialize_reach_the_masters() -> None:
 
 
 class LanguageModel(nn.Module):
-    """As PyTorch's word_language_model example: embedding, dropout-free LSTM of two layers, decoder."""
+    """The model of PyTorch's word_language_model example: embedding, two recurrent layers without dropout, decoder."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -379,7 +375,7 @@ def test_a_language_model_with_clipping_stays_near_fp64(kind: type[nn.RNNBase], 
 
 
 def test_clipping_by_the_model_s_own_parameters_clips_what_is_applied() -> None:
-    """In Apex's O2 it clipped scaled copies, and so nothing."""
+    """In Apex's O2 this clipped the fp16 copies of gradients and had no effect."""
     model = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -392,11 +388,11 @@ def test_clipping_by_the_model_s_own_parameters_clips_what_is_applied() -> None:
     assert float((master.detach() - before).norm()) == pytest.approx(0.125, rel=1e-3)
 
 
-# --- functions of the user's own ----------------------------------------------------------------------------
+# --- the user's own functions -------------------------------------------------------------------------------
 
 
 class Routing:
-    """A module with functions to register."""
+    """A namespace with functions to register."""
 
     @staticmethod
     def product(a: Tensor, b: Tensor) -> tuple[torch.dtype, torch.dtype, Tensor]:
@@ -486,14 +482,14 @@ def test_o1_covers_the_loss_and_ends_with_the_handle() -> None:
         assert not handle.is_active()
     with pytest.raises(KeyError), amp.disable_casts():
         raise KeyError
-    assert handle.is_active()  # Apex left the casts off after an exception
+    assert handle.is_active()  # after an exception Apex left casts disabled
     handle._deactivate()
     assert (x @ x).dtype is torch.float32
     assert amp._amp_state.handle is None
 
 
 def test_copies_of_models_train_on_their_own() -> None:
-    """An average of weights is a deep copy, which in Apex kept the original's forward."""
+    """An average of weights is a deep copy; in Apex the copy kept the original's forward."""
     model, optimizer = trainer("O2")
     average = copy.deepcopy(model)
     steps(model, optimizer, images(1))
@@ -504,7 +500,7 @@ def test_copies_of_models_train_on_their_own() -> None:
 
 
 def critic(level: str | None) -> list[Tensor]:
-    """The loop of WGAN-GP: a penalty on gradients that are taken outside of ``scale_loss``."""
+    """Train in the loop of WGAN-GP: a penalty on gradients that are computed outside of ``scale_loss``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 32), nn.Softplus(), nn.Linear(32, 1))
     dtype = torch.float64 if level is None else torch.float32

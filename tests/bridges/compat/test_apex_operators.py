@@ -1,4 +1,4 @@
-"""O1 beyond the lists themselves: in-place arithmetic, what runs inside of operators, registered functions, torch.func."""
+"""O1 beyond the cast lists: in-place arithmetic, operators called by operators, registered functions, torch.func."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.soak import each_value, every
 
 HALF, FP32 = torch.float16, torch.float32
 DTYPES = [torch.float16, torch.bfloat16]
-# Relative to the largest element: some roundings to half one after the other.
+# Tolerance relative to the largest element, for a few successive roundings to half.
 ROUNDED = 2e-3
 
 
@@ -26,11 +26,11 @@ def start(half: torch.dtype = HALF) -> None:
 
 
 def square(dtype: torch.dtype = FP32) -> Tensor:
-    """Numbers that half cannot hold, in a matrix that can be inverted."""
+    """Return an invertible matrix of numbers that half rounds."""
     return (torch.linspace(0.1, 0.9, 16).reshape(4, 4) + 2 * torch.eye(4)).to(dtype)
 
 
-# --- inside of operators ------------------------------------------------------------------------------------
+# --- inside operators ---------------------------------------------------------------------------------------
 
 WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "affine_grid": lambda x: functional.affine_grid(x[None, :2, :3], [1, 1, 4, 4], align_corners=False),
@@ -59,14 +59,14 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "sparse.mm": lambda x: torch.sparse.mm(x.to_sparse(), x),
     "tensordot": lambda x: torch.tensordot(x, x, 1),
 }
-"""Operators that Apex does not list and whose kernels multiply matrices."""
+"""Operators that are not in Apex's lists and multiply matrices internally."""
 
 
 @pytest.mark.parametrize("half", DTYPES)
 def test_what_runs_inside_of_an_operator_is_not_cast(half: torch.dtype) -> None:
     want = {name: f(square()) for name, f in WHOLE.items()}
     start(half)
-    for name, f in WHOLE.items():  # equal but for what LAPACK makes of other addresses
+    for name, f in WHOLE.items():  # LAPACK's results depend on memory addresses
         torch.testing.assert_close(f(square()), want[name], rtol=1e-6, atol=1e-6, msg=name)
     with pytest.raises(AssertionError):
         torch.testing.assert_close((square() @ square()).float(), want["linalg.matmul"], rtol=1e-6, atol=1e-6)
@@ -81,10 +81,10 @@ def test_logsumexp_and_what_stands_on_it_take_half(half: torch.dtype, mode: Any)
     logits = square(half) * 2
     truth = Categorical(logits=logits.double())
     start(half)
-    rounded = 2**-8 if half is HALF else 2**-5  # of logits between 4 and 8
+    rounded = 2**-8 if half is HALF else 2**-5  # rounding of logits between 4 and 8
     with mode():
         x = logits.clone().requires_grad_(torch.is_grad_enabled())
-        assert torch.logsumexp(x, -1).dtype is half  # which Apex does not list
+        assert torch.logsumexp(x, -1).dtype is half  # not in Apex's lists
         torch.testing.assert_close(
             torch.logsumexp(x, -1).double(), logits.double().logsumexp(-1), rtol=2**-7, atol=0
         )
@@ -130,7 +130,7 @@ def test_in_place_arithmetic_promotes(operate: Any, half: torch.dtype) -> None:
     got = operate(x, wide)
     assert got.dtype is FP32
     assert torch.equal(got, want)
-    assert torch.equal(x, square(half))  # as in Apex, where the name alone is bound anew
+    assert torch.equal(x, square(half))  # unchanged, as in Apex, where only the name is rebound
     assert operate(square(half), torch.tensor(3.0)).dtype is FP32
     x = square()
     assert operate(x, square(half)) is x
@@ -196,7 +196,7 @@ WINS: list[tuple[Any, Any, str, Callable[[], Tensor], torch.dtype]] = [
     (half_, functional, "interpolate", lambda: functional.interpolate(square()[None], scale_factor=2), HALF),
     (half_, functional, "softmin", lambda: functional.softmin(square(), -1), HALF),
 ]
-"""How, where and what is registered, a call, and the type of its result, which is another where nothing is registered."""
+"""Register function, owner, name, a call, and the dtype of its result, which differs without registration."""
 
 
 @every(3, 2)
@@ -220,14 +220,14 @@ def test_a_registered_product_is_one_of_unrounded_inputs() -> None:
     amp.register_float_function(torch, "matmul")
     start()
     assert torch.equal(torch.matmul(square(), square()), want)
-    assert (square() @ square()).dtype is HALF  # which is another function
+    assert (square() @ square()).dtype is HALF  # ``@`` is another function
 
 
 def test_registered_functions_that_call_several_operators_have_the_casts_inside() -> None:
     amp.register_half_function(functional, "normalize")
     amp.register_float_function(functional, "multi_head_attention_forward")
     start()
-    assert functional.normalize(square()).dtype is FP32  # its norm is
+    assert functional.normalize(square()).dtype is FP32  # as its norm is
     attention = nn.MultiheadAttention(4, 2)
     assert attention(square()[:, None], square()[:, None], square()[:, None])[0].dtype is HALF
 
@@ -295,7 +295,7 @@ def test_numbers_are_operands_inside_of_transforms(transform: Any) -> None:
     start()
     for name, operation in OPERATIONS.items():
         got = transform(lambda x, f=operation: f(x).sum())(square())
-        want = transform(lambda x, f=operation: f(x).sum())(square(torch.float64))  # which is never cast
+        want = transform(lambda x, f=operation: f(x).sum())(square(torch.float64))  # fp64 is never cast
         torch.testing.assert_close(
             got.double(), want, rtol=0, atol=ROUNDED * max(1.0, float(want.abs().max())), msg=name
         )

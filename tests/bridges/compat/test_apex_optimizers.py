@@ -1,4 +1,4 @@
-"""FusedLAMB and FusedNovoGrad, against their rules written by hand, one tensor at a time in fp64."""
+"""FusedLAMB and FusedNovoGrad, compared with their rules written by hand, one tensor at a time in fp64."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEPS = 4
 
 
 def start(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Weights; those of the last tensor are zero, so that it has no length."""
+    """Return weights; the last tensor is all zeros, so its norm is 0."""
     draw = torch.Generator().manual_seed(seed)
     weights = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in SHAPES]
     return [*weights[:-1], torch.zeros(SHAPES[-1], dtype=dtype)]
 
 
 def gradients(seed: int = 1, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
-    """One list per step, of norms below and above 1."""
+    """Return a list of gradients per step, with norms below and above 1."""
     draw = torch.Generator().manual_seed(seed)
     sizes = (0.01, 3.0, 0.1, 1.0)
     return [
@@ -50,7 +50,7 @@ def lamb_by_hand(
     max_grad_norm: float = 1.0,
     use_nvlamb: bool = False,
 ) -> list[Tensor]:
-    """Algorithm 2 of You et al. 2019, with Apex's options, which clips by the norm of all gradients first."""
+    """Apply Algorithm 2 of You et al. 2019, with Apex's options; Apex first clips by the norm of all gradients."""
     weights = [w.clone() for w in weights]
     m, v = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
     (beta1, beta2), decay = betas, weight_decay
@@ -87,7 +87,7 @@ def novograd_by_hand(
     norm_type: int = 2,
     init_zero: bool = False,
 ) -> list[Tensor]:
-    """Algorithm 1 of Ginsburg et al. 2019, with Apex's options: ``v`` is the root of the paper's, or a mean of maxima."""
+    """Apply Algorithm 1 of Ginsburg et al. 2019 with Apex's ``v``: the root of the paper's, or a mean of maxima."""
     weights = [w.clone() for w in weights]
     m, v = [torch.zeros_like(w) for w in weights], [0.0] * len(weights)
     (beta1, beta2), decay = betas, weight_decay
@@ -142,8 +142,8 @@ def test_lamb_is_the_published_rule_under_every_option(weight_decay: float, max_
         for mine, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
         found.add(round(float(got[0][0, 0]), 9))
-    # without decay it does not matter where it would be added, with decay all tensors adapt anyway, and where a direction is
-    # made as long as its tensor its own length, as grad_averaging has it, does not matter
+    # Some options have no effect: adam_w_mode without decay; use_nvlamb with decay, when all tensors adapt anyway;
+    # and grad_averaging where the update is rescaled to the norm of its tensor.
     assert len(found) == 6
 
 
@@ -171,7 +171,7 @@ def test_defaults_are_apex_s() -> None:
 
 
 def test_novograd_by_the_paper_s_own_words() -> None:
-    """Second moments, not norms; no correction; the first one is the first gradient's."""
+    """The paper keeps second moments instead of norms, has no bias correction and starts from the first gradient."""
     weight, grads = start()[0], [step[0] for step in gradients()]
     m, v = torch.zeros_like(weight), None
     for g in grads:
@@ -200,7 +200,9 @@ def test_groups_have_options_of_their_own_and_parameters_without_gradients_wait(
         optimizer.step()
     decay = 0.01 if kind == "FusedLAMB" else 0.0
     want = KINDS[kind](weights, steps, lr=0.1, weight_decay=decay)[:2]
-    want += KINDS[kind](weights, steps, lr=0.5, weight_decay=0.2)[2:]  # clipping looks at all groups
+    want += KINDS[kind](weights, steps, lr=0.5, weight_decay=0.2)[
+        2:
+    ]  # clipping uses the norm over all groups
     for p, w in zip(params, want, strict=True):
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-14)
     assert torch.equal(idle.detach(), torch.ones(2, dtype=torch.float64))
@@ -219,7 +221,7 @@ def test_of_half_parameters_only_the_results_are_rounded(kind: str, low: torch.d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_formats_may_be_mixed(kind: str) -> None:
-    """Each in its own; clipping looks at all of them."""
+    """Each parameter is updated in its own format; clipping uses the norm of all gradients."""
     dtypes = [torch.float64, torch.float32, torch.float16, torch.float32]
     weights = [w.to(d) for w, d in zip(start(), dtypes, strict=True)]
     got = run(made(kind, weights, lr=0.1), gradients())
@@ -327,7 +329,7 @@ def test_a_norm_beyond_fp16_survives_loading() -> None:
 
 
 def test_a_state_of_apex_s_fused_novograd_loads() -> None:
-    """It keeps the norms in the group, those of fp16 parameters apart; parameters that never had a gradient have none."""
+    """Apex keeps the norms in the group, with fp16 parameters first; parameters without gradients so far have none."""
     dtypes = [torch.float32, torch.float16, torch.float32, torch.float16]
     params = [nn.Parameter(w.to(d)) for w, d in zip(start(), dtypes, strict=True)]
     optimizer = optimizers.FusedNovoGrad(params, lr=0.1)
@@ -342,7 +344,7 @@ def test_a_state_of_apex_s_fused_novograd_loads() -> None:
         "param_groups": [group],
     })
     assert [float(optimizer.state[params[i]]["exp_avg_sq"]) for i in held] == [4.0, 2.0, 3.0]
-    assert len(group["exp_avg_sq"]) == 2  # what was given stays as it was
+    assert len(group["exp_avg_sq"]) == 2  # the given state is unchanged
     before = params[0].detach().clone()
     params[0].grad = torch.full_like(params[0], 0.5)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What scripts import along with apex.amp, and ``import apex`` itself."""
+"""Other parts of Apex that scripts import, and ``import apex`` itself."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ DEEP = {
     "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm",
     "apex.parallel.sync_batchnorm": "SyncBatchNorm",
 }
-"""Modules of Apex inside of its packages, and one of the names that scripts import from each."""
+"""Submodules of Apex's packages, with a name that scripts import from each."""
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_deep_paths_lead_to_what_the_packages_have(first: bool) -> None:
-    """Whichever of the two is imported first."""
+    """This holds whether the submodule or its package is imported first."""
     compat.install("apex")
     try:
         for path, name in DEEP.items():
@@ -169,7 +169,7 @@ def test_what_is_missing_is_no_attribute_and_an_import_says_what_to_use() -> Non
 
 
 def updates(make: Any, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """Weights after three steps by known gradients."""
+    """Return weights after three steps with known gradients."""
     draw = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(n, generator=draw, dtype=dtype)) for n in (3, 4)]
     optimizer = make(params)
@@ -234,7 +234,7 @@ def test_zero_grad_follows_set_grad_none() -> None:
 
 
 def test_a_state_of_apex_s_fused_adam_loads() -> None:
-    """It counts steps in the group, and keeps other keys there."""
+    """Apex counts steps in the group and has other keys there."""
     param = nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = optimizers.FusedAdam([param], lr=0.1)
     moments = {"exp_avg": torch.tensor([0.1, 0.2]), "exp_avg_sq": torch.tensor([0.3, 0.4])}
@@ -283,7 +283,7 @@ def test_larc_by_its_formula(clip: bool, decay: float) -> None:
     rate = 0.02 * w.norm() / (g.norm() + decay * w.norm() + 1e-8)
     rate = min(rate / 0.1, 1.0) if clip else rate
     assert torch.allclose(params[0].detach(), w - 0.1 * rate * (g + decay * w))
-    for index in (1, 2):  # a norm is zero: the gradient is taken as it is
+    for index in (1, 2):  # a norm is zero, so the gradient is unscaled
         assert torch.allclose(params[index].detach(), start[index] - 0.1 * grads[index])
     assert optimizer.param_groups[0]["weight_decay"] == decay
 

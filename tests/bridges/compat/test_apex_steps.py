@@ -1,4 +1,4 @@
-"""Optimizers that have stepped before ``initialize``, fp64 models, and closures."""
+"""Optimizers that made steps before ``initialize``, fp64 models, and closures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(run: Callable[[Tensor], Tensor], optimizer: Any, steps: range, dtype: 
 
 
 def begun(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """A model whose optimizer has made two steps."""
+    """Return a model and its optimizer after two steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -46,7 +46,7 @@ def begun(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any
 
 
 def moved_by_hand(kind: str, model: nn.Module, optimizer: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """The same in another format: torch casts what is loaded."""
+    """Return copies of the model and optimizer in another format; torch casts the state when loading."""
     model = copy.deepcopy(model).to(dtype)
     other = OPTIMIZERS[kind](model.parameters())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -64,7 +64,7 @@ def go_on(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def state_dtypes(optimizer: Any) -> set[torch.dtype]:
-    """Of state that has a parameter's shape."""
+    """Return the dtypes of state tensors that have a dimension."""
     return {
         value.dtype
         for state in optimizer.state.values()
@@ -73,7 +73,7 @@ def state_dtypes(optimizer: Any) -> set[torch.dtype]:
     }
 
 
-# --- optimizers that have state -----------------------------------------------------------------------------
+# --- optimizers with state ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -110,7 +110,7 @@ def test_other_levels_keep_it_as_it_was(kind: str, level: str) -> None:
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fp64_models_become_what_the_level_stores(kind: str, level: str) -> None:
-    """As by way of fp32, state included."""
+    """The result is the same as with a conversion to fp32 first, including the optimizer's state."""
     model, optimizer = begun(kind, torch.float64)
     by_hand, other = moved_by_hand(kind, model, optimizer, torch.float32)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -156,7 +156,7 @@ def lbfgs() -> tuple[nn.Module, Any]:
 
 
 def test_o1_runs_a_closure_without_casts_as_apex_does() -> None:
-    """So it is fp32's training to the last bit: a scale of a power of two is taken out exactly."""
+    """Training is bitwise equal to fp32, since a loss scale that is a power of two is undone exactly."""
     model, optimizer = lbfgs()
     x, y = batch(0)
 
@@ -172,7 +172,7 @@ def test_o1_runs_a_closure_without_casts_as_apex_does() -> None:
     model, optimizer = amp.initialize(*lbfgs(), opt_level="O1", verbosity=0)
     for _ in range(3):
         loss = optimizer.step(evaluate(model, optimizer))
-        assert model(x).dtype is torch.float16  # the casts rest inside the step alone
+        assert model(x).dtype is torch.float16  # casts are off only inside the step
     assert loss.dtype is torch.float32
     assert torch.equal(loss, want_loss)
     assert all(torch.equal(p.detach(), q) for p, q in zip(model.parameters(), want, strict=True))
@@ -206,7 +206,7 @@ def test_after_an_overflow_a_closure_is_refused_until_that_step_is_skipped(level
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_a_closure_whose_gradients_overflow_changes_no_weight(level: str) -> None:
-    """In Apex that step is made, and the weights are NaN."""
+    """In Apex the step was made and the weights became NaN."""
     model, optimizer = begun("SGD")
     amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     before = [p.detach().clone() for p in model.parameters()]

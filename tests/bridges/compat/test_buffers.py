@@ -1,4 +1,4 @@
-"""Buffers under the levels that cast a whole model, as ``model.half()`` did in the originals."""
+"""Buffers under levels that cast the whole model; the originals used ``model.half()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.core.session import Amp
 
 
 class Standardised(nn.Module):
-    """Vectors in buffers that meet activations, an average, a counter, and BatchNorm with weights and without."""
+    """A model with vectors, an average and a counter in buffers, and BatchNorm with and without weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def as_apex(keep: bool) -> dict[str, torch.dtype]:
-    """What Apex's ``convert_network`` makes of it: all modules in half, but for BatchNorm with weights where that is kept."""
+    """Return the dtypes after Apex's ``convert_network``: half, except BatchNorm with weights if ``keep``."""
     model = copy.deepcopy(Standardised()).half()
     if keep:
         model.norm.float()

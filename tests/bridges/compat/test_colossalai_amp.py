@@ -1,4 +1,4 @@
-"""``convert_to_amp`` against training written out by hand: same skips, same scales, weights within the format's tolerance."""
+"""``convert_to_amp`` compared with loops by hand: equal skips and loss scales, weights within a tolerance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from castwise.errors import StateError
 STEPS = 12
 NORM = 1.0
 TOLERANCE = 2e-3
-"""Of weights that move by 0.3, absolute: fp16 has 11 bits, and momentum adds errors up."""
+"""Absolute tolerance for weights that change by 0.3; fp16 has 11 bits, and momentum accumulates errors."""
 LOSS = nn.functional.mse_loss
 
 
@@ -41,7 +41,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
     for step in range(STEPS):
         x = torch.randn(32, 8, generator=generator)
         y = torch.stack([x[:, :4].sum(1), x[:, 0] * x[:, 1], x[:, 2].abs(), x[:, 3:].mean(1)], 1)
-        # two steps in a row, and a third later, overflow fp16 at any scale
+        # two steps in a row, and a third one later, overflow fp16 at any loss scale
         yield (x * 1e6, y) if step in (3, 4, 8) else (x, y)
 
 
@@ -58,7 +58,7 @@ class Trace:
 
 
 def drop_in(mode: AMP_TYPE, norm: bool = False, clip: bool = True, **options: Any) -> Trace:
-    """A loop as Colossal-AI's documentation has it."""
+    """Train in the loop of Colossal-AI's documentation."""
     model = build(norm)
     optimizer = sgd(model)
     trace = Trace()
@@ -87,7 +87,7 @@ def drop_in(mode: AMP_TYPE, norm: bool = False, clip: bool = True, **options: An
 
 
 def by_torch(scale: float, interval: int) -> Trace:
-    """torch.autocast and torch's scaler, written out."""
+    """Train with torch.autocast and torch's GradScaler."""
     model = build()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
@@ -108,7 +108,7 @@ def by_torch(scale: float, interval: int) -> Trace:
 
 
 def by_hand(scale: float, interval: int, hysteresis: int) -> Trace:
-    """fp16 weights, fp32 masters and the rule of ``DynamicGradScaler``, written out."""
+    """Train with fp16 weights, fp32 masters and the rule of ``DynamicGradScaler``, by hand."""
     model = build().half()
     params = list(model.parameters())
     owned = [nn.Parameter(p.detach().float()) for p in build().parameters()]
@@ -140,7 +140,7 @@ def by_hand(scale: float, interval: int, hysteresis: int) -> Trace:
 
 
 def in_fp64(skipped: list[bool]) -> dict[str, Tensor]:
-    """The same training in fp64, without the steps that were skipped."""
+    """Train in fp64 without the skipped steps and return the weights."""
     model = build().double()
     optimizer = sgd(model)
     for (x, y), skip in zip(batches(), skipped, strict=True):
@@ -184,7 +184,7 @@ def test_hysteresis_makes_a_difference() -> None:
     assert len({tuple(each) for each in scales}) == 3
 
 
-# --- what Colossal-AI's own tests hold ------------------------------------------------------------------------
+# --- properties from Colossal-AI's own tests ------------------------------------------------------------------
 
 
 def finite_batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -220,11 +220,11 @@ def test_torch_is_near_apex_o1() -> None:
         torch.testing.assert_close(by_autocast[name], value, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
 
 
-# --- what comes out --------------------------------------------------------------------------------------------
+# --- formats and outputs ---------------------------------------------------------------------------------------
 
 
 def seen_in(mode: AMP_TYPE, **options: Any) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Formats of a BatchNorm's weights, of the outputs, and of a product inside the criterion."""
+    """Return the dtypes of BatchNorm's weights, of the output, and of a product inside the criterion."""
     seen: list[torch.dtype] = []
 
     def criterion(output: Tensor, target: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def test_zeros_in_the_gradients_are_counted_where_asked() -> None:
 
 
 def test_gradients_from_the_gradient_of_an_output() -> None:
-    """As a pipeline written by hand makes them: scaled by whoever made the gradient."""
+    """A hand-written pipeline passes output gradients that already contain the loss scale."""
     model = nn.Linear(3, 2, bias=False)
     model, optimizer = convert_to_torch_amp(model, torch.optim.SGD(model.parameters(), 1.0))[:2]
     before = model.weight.detach().clone()
@@ -313,7 +313,7 @@ def test_a_rate_scheduler_takes_either_optimizer() -> None:
 
 
 def halfway(mode: AMP_TYPE, state: Any = None, weights: Any = None) -> tuple[Any, Any, Any]:
-    """Components after half of the batches, or with a state loaded instead."""
+    """Return new components, with a state loaded if one is given."""
     model = build()
     model, optimizer, criterion = convert_to_amp(model, sgd(model), LOSS, mode, {})
     if state is not None:
@@ -386,7 +386,7 @@ def test_what_the_apex_mode_saves_of_a_model_in_half_is_fp32_and_whole(
 
 
 def test_a_state_of_colossal_ais_own_naive_optimizer_loads() -> None:
-    """Its scale is a tensor of one element, and it has no counters."""
+    """In such a state the scale is a tensor of one element, and there are no counters."""
     model, optimizer, _ = halfway(AMP_TYPE.NAIVE)
     owned = [[torch.full_like(p, 0.25) for p in group["params"]] for group in optimizer.param_groups]
     optimizer.load_state_dict(
@@ -400,5 +400,5 @@ def test_a_state_of_colossal_ais_own_naive_optimizer_loads() -> None:
     )  # fmt: skip
     assert optimizer.loss_scale == 512.0
     assert all(bool((p == 0.25).all()) for p in model.parameters())
-    optimizer.load_state_dict(optimizer.optimizer.state_dict())  # a bare one loads too
+    optimizer.load_state_dict(optimizer.optimizer.state_dict())  # the inner optimizer's state alone loads too
     optimizer.amp.close()

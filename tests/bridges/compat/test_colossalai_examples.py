@@ -1,4 +1,4 @@
-"""The hands-on of examples/ runs as its README shows it; in a soak under torchrun, else told what that would tell."""
+"""The tutorial in examples/colossalai runs; in a soak under torchrun, otherwise in forked ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.soak import SOAKING, some
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "colossalai"
 WIDTH = 32
-"""Of the model's features, of 64."""
+"""The model's width in these tests; the example has 64."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def run_example(words: list[str]) -> None:
-    """But for a soak of a narrower model, since products in fp16 take a CPU their time."""
+    """Run the example; except in a soak, with a narrower model, since fp16 products are slow on a CPU."""
     if not SOAKING:
         sys.path.insert(0, str(EXAMPLES))
         import vit
@@ -68,7 +68,7 @@ def torchrun(script: str, config: Path) -> str:
     ),
 )
 def test_the_hands_on_learns(script: str, mode: str, run: Callable[[str, Path], str], tmp_path: Path) -> None:
-    """Two epochs of the example's own configuration."""
+    """The loss falls in two epochs of the example's own configuration."""
     own = (EXAMPLES / "config" / f"config_{mode}.py").read_text()
     config = tmp_path / f"config_{mode}.py"
     config.write_text(re.sub(r"NUM_EPOCHS = \d+", "NUM_EPOCHS = 2", own))
@@ -80,4 +80,4 @@ def test_the_hands_on_learns(script: str, mode: str, run: Callable[[str, Path], 
     losses = [float(loss) for loss in found]
     assert len(losses) == 2
     assert losses[1] < losses[0]
-    assert losses[1] < 2.3  # of ten digits guessed blindly
+    assert losses[1] < 2.3  # ln 10, for random guesses

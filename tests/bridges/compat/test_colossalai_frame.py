@@ -1,4 +1,4 @@
-"""The frame around the modes: configuration, hooks, schedulers, import lines, coverage."""
+"""Colossal-AI's parts around the AMP modes: configuration, hooks, schedulers, import lines, coverage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOSS = nn.functional.mse_loss
 
 
 def test_a_configuration_is_a_python_file(tmp_path: Path) -> None:
-    """With free names, nested ones, and the original's import line, whoever serves it."""
+    """The file has arbitrary and nested names and the original import line, which needs no Colossal-AI."""
     path = tmp_path / "config.py"
     path.write_text(
         textwrap.dedent("""
@@ -155,7 +155,7 @@ def test_accumulation_gates_steps_rates_and_the_last_batches() -> None:
         outer.step()
         scheduler.step()
         seen.append((before - model.weight.detach())[0, 0].item())
-    # the mean of 0, 1, 2 at rate 1; of 3, 4, 5 at rate 1/2
+    # the mean of 0, 1, 2 at learning rate 1, then of 3, 4, 5 at 1/2
     assert seen == pytest.approx([0, 0, 1.0, 0, 0, 2.0])
     with pytest.raises(PlanError, match="gradient_accumulation=0 is not allowed"):
         accumulate_gradient(model, optimizer, None, 0)
@@ -166,7 +166,7 @@ def test_accumulation_gates_steps_rates_and_the_last_batches() -> None:
 
 
 class Recorder(hooks.BaseHook):
-    """Says when it is called."""
+    """A hook that records its calls."""
 
     def __init__(self, name: str, priority: int, record: list[str]) -> None:
         super().__init__(priority)
@@ -233,7 +233,7 @@ def test_lower_priorities_come_first_and_equal_ones_as_given(engine: Engine) -> 
 
 
 class Lines(logging.Handler):
-    """What was logged."""
+    """A handler that collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def lines() -> Iterator[list[str]]:
 
 
 def test_a_training_with_all_hooks(engine: Engine, lines: list[str], tmp_path: Path) -> None:
-    """Losses and rates are those of the loop written out; a second trainer goes on where the first ended."""
+    """Losses and learning rates are those of a loop by hand; a second trainer continues where the first ended."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger, timer = get_dist_logger(), MultiTimer()

@@ -1,4 +1,4 @@
-"""What ``optimizer.backward`` leaves in ``.grad``: true gradients in the Apex mode, scaled ones in the others."""
+"""``optimizer.backward`` leaves true gradients in ``.grad`` in the Apex mode, and scaled ones in the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from castwise.bridges.compat.colossalai.engine.gradient_accumulation import accu
 NORM = 0.2
 RATE = 0.05
 TOLERANCE = 4e-3
-"""Of norms, relative, and of weights that move by 0.1, absolute: fp16 has 11 bits."""
+"""Tolerance: relative for norms, absolute for weights that change by 0.1; fp16 has 11 bits."""
 LOSS = nn.functional.mse_loss
 LEVELS: dict[str, dict[str, Any]] = {
     "O1": {},
@@ -47,7 +47,7 @@ def batches(count: int = 10) -> list[tuple[Tensor, Tensor]]:
 
 
 def true_grads(model: nn.Module, *data: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """The sum of the gradients of some batches, in fp64."""
+    """Return the summed gradients of some batches, in fp64."""
     twin = copy.deepcopy(model).double()
     for x, y in data:
         LOSS(twin(x.double()), y.double()).backward()
@@ -60,7 +60,7 @@ def norm_of(grads: Any) -> float:
 
 @pytest.fixture
 def apex() -> Iterator[Any]:
-    """``convert_to_apex_amp`` of a new model, closed in the end."""
+    """Yield a function that calls ``convert_to_apex_amp`` on a new model; close the sessions afterwards."""
     made: list[Any] = []
 
     def convert(**options: Any) -> tuple[nn.Module, Any]:
@@ -75,13 +75,13 @@ def apex() -> Iterator[Any]:
 
 
 def error_of(grads: list[Tensor], want: list[Tensor]) -> float:
-    """The norm of the difference, relative."""
+    """Return the relative norm of the difference."""
     return norm_of(got.double() - true for got, true in zip(grads, want, strict=True)) / norm_of(want)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_apex_mode_leaves_true_gradients(apex: Any, level: str) -> None:
-    """So that ``clip_grad_norm_`` sees their norm, on the model's parameters and on the optimizer's."""
+    """``clip_grad_norm_`` gets the true norm, on the model's parameters and on the optimizer's."""
     model, optimizer = apex(**LEVELS[level])
     x, y = batches()[0]
     want = true_grads(build(), (x, y))
@@ -119,7 +119,7 @@ def test_a_loop_that_clips_by_hand_trains_as_in_fp64(apex: Any, level: str) -> N
 
 
 def test_what_colossal_ais_own_test_holds(apex: Any) -> None:
-    """The torch mode's gradients are scaled, the Apex mode's are not; after the step neither are."""
+    """Gradients are scaled in the torch mode and not in the Apex mode; after the step they are unscaled in both."""
     scale = 1280
     by_apex, apex_optimizer = apex(opt_level="O1", loss_scale=scale)
     by_torch = build()
@@ -142,7 +142,7 @@ def test_what_colossal_ais_own_test_holds(apex: Any) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gradients_add_up_unscaled(apex: Any, level: str) -> None:
-    """Over several backward passes before a step, and over steps that come before they are cleared."""
+    """Gradients accumulate over several backward passes, and over steps without ``zero_grad``."""
     model, optimizer = apex(**LEVELS[level])
     model.eval()
     data = batches()
@@ -197,7 +197,7 @@ def test_an_overflow_in_any_pass_of_several_skips_the_step(apex: Any, where: int
 
 
 def test_the_gradient_of_an_output_is_a_true_one(apex: Any) -> None:
-    """As in Colossal-AI, whose Apex mode scales losses alone."""
+    """Colossal-AI's Apex mode scales only losses, so a given output gradient is unscaled."""
     model, optimizer = apex()
     x, y = batches()[0]
     output = model(x)
@@ -223,7 +223,7 @@ def test_without_a_scale_there_is_nothing_to_undo(apex: Any, options: dict[str, 
 
 @pytest.mark.parametrize("mode", [AMP_TYPE.TORCH, AMP_TYPE.NAIVE])
 def test_the_other_modes_leave_scaled_ones(mode: AMP_TYPE) -> None:
-    """As Colossal-AI's do; ``optimizer.clip_grad_norm`` and the configuration's clipping unscale first."""
+    """Colossal-AI does the same; ``optimizer.clip_grad_norm`` and the configured clipping unscale first."""
     model = build()
     name = "init_scale" if mode is AMP_TYPE.TORCH else "initial_scale"
     model, optimizer, criterion = convert_to_amp(model, sgd(model), LOSS, mode, {name: 256.0})

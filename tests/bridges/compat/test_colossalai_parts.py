@@ -1,4 +1,4 @@
-"""What scripts import besides: schedulers, optimizers, a registry, comparisons, under the original's paths."""
+"""Other parts that scripts import, under the original paths: schedulers, optimizers, a registry, comparisons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def two_groups() -> torch.optim.Optimizer:
 
 
 def rates_of(make: Any, steps: int = 14) -> list[list[float]]:
-    """The rates of each step; half-way on, those of a scheduler that was loaded from the first one's state."""
+    """Return the learning rates of each step; the second half is from a scheduler loaded from the first one's state."""
     scheduler = make(two_groups())
     seen = []
     for step in range(steps):
@@ -52,7 +52,7 @@ def resumed(make: Any, scheduler: Any) -> Any:
     again = make(two_groups())
     again.load_state_dict(pickle.loads(pickle.dumps(scheduler.state_dict())))
     for group, rate in zip(again.optimizer.param_groups, again.get_last_lr(), strict=True):
-        group["lr"] = rate  # which an optimizer's own state holds
+        group["lr"] = rate  # normally loaded with the optimizer's state
     return again
 
 
@@ -64,7 +64,7 @@ def cosine(share: float, rate: float, end: float) -> float:
     ("total", "warmup", "end"), [(10, 0, 0.0), (12, 3, 0.01), (30, 1, 0.0), (9, 8, 0.02)]
 )
 def test_the_cosine_after_a_warm_up(total: int, warmup: int, end: float) -> None:
-    """Beyond the last step too, where torch's rises again."""
+    """After the warm-up the schedule equals torch's cosine, also beyond the last step."""
     make = functools.partial(CosineAnnealingWarmupLR, total_steps=total, warmup_steps=warmup, eta_min=end)
     for step, seen in enumerate(rates_of(make)):
         share = (step - warmup) / (total - warmup)
@@ -90,7 +90,7 @@ def test_rates_that_cannot_be() -> None:
         CosineAnnealingWarmupLR(two_groups(), 10, -1)
     scheduler = CosineAnnealingWarmupLR(two_groups(), total_steps=2, warmup_steps=4, eta_min=0.01)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no step of the optimizer came before
+        warnings.simplefilter("ignore")  # torch warns if the optimizer made no step
         for _ in range(5):
             scheduler.step()
     assert scheduler.get_last_lr() == [0.01, 0.01]
@@ -100,7 +100,7 @@ def test_rates_that_cannot_be() -> None:
 
 
 def stepped(make: Any, steps: int = 5) -> list[Tensor]:
-    """Weights of a small model, in fp64 copies, after some steps on gradients that are given."""
+    """Return the weights of a small model, converted to fp64, after some steps with prescribed gradients."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))]
     optimizer = make(params)
@@ -112,7 +112,7 @@ def stepped(make: Any, steps: int = 5) -> list[Tensor]:
 
 
 def adam_in_fp64(decoupled: bool, lr: float, decay: float, steps: int = 5) -> list[Tensor]:
-    """Adam as it was published, and its decay as AdamW has it."""
+    """Run published Adam in fp64, with AdamW's decay if ``decoupled``, and return the weights."""
     torch.manual_seed(0)
     params = [torch.randn(4, 3).double(), torch.randn(3).double()]
     states = [(torch.zeros_like(p), torch.zeros_like(p)) for p in params]
@@ -155,7 +155,7 @@ SCALES = {
 
 @pytest.mark.parametrize("mode", list(AMP_TYPE))
 def test_hybrid_adam_trains_in_every_mode(mode: AMP_TYPE) -> None:
-    """A step that overflows leaves weights and state alone, and the others train."""
+    """The step that overflows changes nothing, and the others train."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     model, optimizer, criterion = convert_to_amp(
@@ -193,7 +193,7 @@ def test_what_the_optimizers_refuse() -> None:
 
 
 def test_module_paths_of_the_examples(tmp_path: Path) -> None:
-    """Each name is the one that the package around it has; what is absent says what to use instead."""
+    """Names at module paths are the same objects as in their packages; absent names suggest a replacement."""
     code = """
         import castwise.bridges.compat
         castwise.bridges.compat.install("colossalai")
@@ -262,7 +262,7 @@ def test_module_paths_of_the_examples(tmp_path: Path) -> None:
         assert alternative in line
 
 
-# --- registry, small questions ---------------------------------------------------------------------
+# --- registry and small functions ------------------------------------------------------------------
 
 
 def test_a_registry_holds_what_is_registered() -> None:

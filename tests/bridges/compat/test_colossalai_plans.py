@@ -1,4 +1,4 @@
-"""Options of Colossal-AI's modes become plans."""
+"""The conversion of Colossal-AI's mode options to plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from castwise.core.plans.plan import PRESETS, LossScale, Plan, Region
 from castwise.errors import PlanError, UnknownNameError
 
 ALL_LOW = (Region("**", params="fp16"),)
-"""Buffers and the statistics of BatchNorm in fp16, as the originals have them; castwise's own presets keep those in fp32."""
+"""Buffers and BatchNorm statistics in fp16, as in the originals; castwise's own presets keep them in fp32."""
 LOW_BUT_NORMS = (*ALL_LOW, Region("type:_BatchNorm", params="fp32"))
 
 

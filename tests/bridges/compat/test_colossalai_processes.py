@@ -1,4 +1,4 @@
-"""Colossal-AI's modes on every layout, those that its documentation excludes among them."""
+"""Colossal-AI's modes on all layouts, including those that its documentation excludes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.soak import each_value, every, pairs
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
 TOLERANCE = {"none": 1e-5, "torch": 2e-3, "apex-O1": 2e-3, "apex-O2": 2e-3, "naive": 2e-3}
-"""Of weights, absolute: sums are taken in another order and rounded at other places."""
+"""Absolute tolerance for weights; sums have another order and other roundings."""
 LAYOUTS = ["data", "hand", "tensor", "pipeline", "zero"]
 SCALED = [mode for mode in cases.MODES if mode != "none"]
 
@@ -49,7 +49,7 @@ def check(mode: str, answers: list[Any]) -> None:
 def test_two_processes_train_like_one(two: World, layout: str, mode: str) -> None:
     answers = two.run(cases.train, layout, mode)
     if (layout, mode) == ("zero", "none"):
-        check("naive", answers)  # zero by itself is fp16 with masters, as in Colossal-AI
+        check("naive", answers)  # ZeRO alone means fp16 with masters, as in Colossal-AI
         return
     check(mode, answers)
     for _, returned, scale in answers:
@@ -75,7 +75,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_both(two: World, layout: str,
         if mode == "naive":
             assert [done for done, _ in returned] == [True, True, False, True, True, True]
             assert returned[2] == (False, None)
-    # and it did make a difference: the step left out is missing
+    # the skipped step makes a difference
     assert any(
         not torch.allclose(value, answers[0][0][name], atol=TOLERANCE[mode], rtol=0)
         for name, value in alone(mode).items()
@@ -88,7 +88,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_both(two: World, layout: str,
     pairs(["data", "tensor", "pipeline", "zero"], ["none", "torch", "apex-O1", "naive"], 2),
 )
 def test_accumulated_batches_are_one(two: World, layout: str, mode: str) -> None:
-    """Losses are divided, and only the second of two batches steps."""
+    """Losses are divided by 2, and only the second of two batches makes a step."""
     if (layout, mode) == ("zero", "none"):
         pytest.skip("zero by itself is the naive plan")
     answers = two.run(cases.train, layout, mode, None, 2)
@@ -153,7 +153,7 @@ def test_gradients_that_some_ranks_have_are_averaged_with_zeros(two: World) -> N
 @every(2)
 @pytest.mark.parametrize("mode", ["torch", "naive"])
 def test_a_trainer_runs_a_pipeline(two: World, mode: str) -> None:
-    """With a stage per rank, and with two: the same losses."""
+    """Losses are the same with one stage per rank and with two."""
     losses = []
     for chunks, order in ((1, [0, 1, 2, 3, 4]), (2, [0, 2, 1, 3, 4])):
         first, last = two.run(cases.trainer_in_a_pipeline, mode, chunks)

@@ -1,4 +1,4 @@
-"""Scripts in the form of Colossal-AI's public examples for AMP run by the drop-in, under their own import lines."""
+"""Scripts modelled on Colossal-AI's public AMP examples run on the drop-in, with their import lines unchanged."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has 
 
 
 INSTALL = "import castwise.bridges.compat\n\ncastwise.compat.install('colossalai')\n"
-"""The one line that is added to a script, which runs in the workers of its loaders too."""
+"""The lines added at the start of a script; they also run in its data-loading workers."""
 
 
 def run_script(words: list[str]) -> None:
     sys.argv[:] = words
-    sys.path.insert(0, str(Path.cwd()))  # as Python does for a script
+    sys.path.insert(0, str(Path.cwd()))  # as Python does for scripts
     runpy.run_path(words[0], run_name="__main__")
 
 
 def said_by(script: str, config: str, folder: Path, *words: str, size: int = 1) -> str:
-    """What a script says in its processes, with a configuration beside which it is started."""
+    """Run a script in ``size`` processes, with a configuration file beside it, and return the output."""
     shutil.copy(SCRIPTS / "synthetic.py", folder)
     (folder / script).write_text(INSTALL + (SCRIPTS / script).read_text())
     imports = "from pathlib import Path\nfrom colossalai.amp.amp_type import AMP_TYPE\n"
@@ -69,7 +69,7 @@ def test_the_resnet(mode: str, words: tuple[str, ...], size: int, tmp_path: Path
         losses, right = numbers(r"train loss: ([\d.]+)", said), numbers(r"acc: ([\d.]+)", said)
     assert len(losses) == len(right) == 3
     assert losses[-1] < losses[0]
-    assert right[-1] > 0.6  # of four classes guessed blindly it is 0.25
+    assert right[-1] > 0.6  # 0.25 for random guesses among four classes
 
 
 @each_value()
@@ -83,14 +83,14 @@ def test_the_resnet(mode: str, words: tuple[str, ...], size: int, tmp_path: Path
     ],
 )
 def test_the_clipping(config: str, size: int, tmp_path: Path) -> None:
-    """Each step that is made moves the weights by the clipped norm, whoever clips."""
+    """Each step that is not skipped changes the weights by the clipped norm, clipped by the engine or by hand."""
     said = said_by(
         "clipping.py", f"BATCH_SIZE = 32\nNUM_EPOCHS = 8\nRATE = 0.1\n{config}", tmp_path, size=size
     )
     updates = numbers(r"update: ([\d.]+)", said)
     assert len(updates) == 4 * size
     made = [update for update in updates if update]
-    assert len(made) >= 2 * size  # others overflow, until the scale has come down
+    assert len(made) >= 2 * size  # other steps overflow until the loss scale has fallen
     assert made == pytest.approx([0.1] * len(made), rel=1e-2)
 
 
@@ -128,7 +128,7 @@ def test_the_masked_autoencoder(mode: str, tmp_path: Path) -> None:
 @every(2)
 @pytest.mark.parametrize(("mode", "size"), [("TORCH", 1), ("APEX", 2)])
 def test_simclr(mode: str, size: int, tmp_path: Path) -> None:
-    """Contrast of two views, then a classifier on what it has learned."""
+    """The scripts train on two views with a contrastive loss, then a classifier on the learned features."""
     config = f"""
         LOG_NAME = "simclr"
         BATCH_SIZE = 32

@@ -1,4 +1,4 @@
-"""Drop-ins, integrations and the rewriting of scripts use what castwise offers in public: they could be a package of their own."""
+"""Drop-ins, trainer integrations and script tools use only castwise's public API, like a separate package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUBLIC = {
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """What a module imports of castwise, outside of the rooms themselves, as dotted names."""
+    """Yield the dotted names that a module imports from castwise, outside of these three packages."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if isinstance(node, ast.ImportFrom):

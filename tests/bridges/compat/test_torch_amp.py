@@ -1,4 +1,4 @@
-"""torch.cuda.amp's and torch.cpu.amp's arguments for castwise's classes: what runs, and what recognises them."""
+"""castwise's classes with the arguments of torch.cuda.amp and torch.cpu.amp, and checks of their types."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _train(scaler: Any, autocast: Any, state: dict[str, Any] | None) -> tuple[li
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_states_load_in_both_directions_and_train_alike() -> None:
-    """Bit for bit, skipped steps included, from a state that the other has saved."""
+    """Training is bitwise equal, with skipped steps, also after loading a state that the other class saved."""
     torchs = grad_scaler.GradScaler, autocast_mode.autocast
     ours = cpu.GradScaler, cpu.autocast
     options = {"init_scale": 2.0**20, "growth_interval": 2}

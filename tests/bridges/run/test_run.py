@@ -45,7 +45,7 @@ BY_HAND: dict[str, dict[str, str]] = {
 }  # fmt: skip
 PLANS = ("bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master")
 MIXED = {"word_lm": PLANS[:1], "lbfgs": PLANS[:2]}
-"""What scripts can train by that update weights by hand, or call their model inside a step alone."""
+"""Plans supported by scripts that update weights by hand, or that call their model only inside a step."""
 CASES = [
     case for name in BY_HAND for case in pairs([name], MIXED.get(name, PLANS)[:: -1 if len(name) % 2 else 1])
 ]

@@ -204,7 +204,7 @@ OUTSIDE = {
     "a copy": "import copy\nm = M(); o = torch.optim.SGD(m.parameters(), 0.1); step(); m.e(X); c = copy.deepcopy(m); print(c(X).sum().item())",
     "fp64": "m = M().double(); o = torch.optim.SGD(m.parameters(), 0.1); X = X.double(); step(); step()",
 }
-"""What a plan that stores weights low must not break."""
+"""Code that must still work under a plan that stores weights low."""
 _M = """
 class M(nn.Module):
     def __init__(s): super().__init__(); s.e, s.d = nn.Linear(8, 16), nn.Linear(16, 4)

@@ -91,7 +91,7 @@ o = W(SGD(m.parameters(), 0.1))
 """,
 }
 LATE = "in the other's attributes"
-"""Nothing shows this one before it steps; the plan comes after that."""
+"""This optimizer is detected only in its first step, so the plan starts after that step."""
 SAM = """
 class Sam(Optimizer):
     def __init__(s, params, base, rho=0.05, **options):
@@ -198,7 +198,7 @@ def test_an_overflow_around_another_skips_each_step_once(which: str, plan: str, 
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
 @pytest.mark.parametrize("moves", MOVES)
 def test_sam_is_the_recipe_by_hand(moves: str, plan: str, scale: int, tmp_path: Path) -> None:
-    """Results are bitwise equal. If the first gradients overflow, the whole step is skipped and NaN reaches no weight."""
+    """Results are bitwise equal; if the first gradients overflow, the whole step is skipped and no weight is NaN."""
     (tmp_path / "train.py").write_text(HEAD + SAM + MOVES[moves] + TWICE)
     (tmp_path / "hand.py").write_text(HEAD + SAM + MOVES[moves] + BY_HAND.replace("SCALE", str(scale)))
     by_hand = _printed(Forked(_python, ["hand.py"], tmp_path, tmp_path / "hand"))

@@ -50,7 +50,7 @@ pytestmark = [
 PLANS = ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "O2"]
 IN_PARTS = "bf16-mixed+regions.net.3=fp32+regions.type:LayerNorm=fp32+ops.gelu=fp32"
 FEW = ["fp16-mixed", "bf16-master", "fp16-master"]
-"""With a loss scale, with masters, with both."""
+"""Plans with a loss scale, with masters, and with both."""
 Batch = tuple[Tensor, Tensor]
 
 
@@ -332,7 +332,7 @@ def test_manual_optimization_of_several_optimizers(plan: str) -> None:
 # --- skipped steps --------------------------------------------------------------------------------------------
 
 LOUD = dataclasses.replace(Plan.preset("fp16-mixed"), loss_scale=LossScale(init=2.0**40, interval=2))
-"""Overflows at first: no step is made until the scale has come down."""
+"""A plan whose first steps overflow and are skipped until the loss scale has fallen."""
 
 
 class Scheduled(Net):
@@ -417,7 +417,7 @@ MOVING = {
     else Plan.preset(plan)
     for plan in PLANS[:-1]
 }
-"""Plans whose loss scale does not stay where it is."""
+"""Plans whose loss scale changes."""
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

@@ -39,7 +39,7 @@ KINDS: list[tuple[type, type, str]] = [
     (CastwiseMixin, HuggingFaceTrainer, "transformers 5.23"),
     (CastwisePrecision, Precision, "lightning 2.6"),
 ]
-"""Ours, what its methods override, and the release that was read."""
+"""castwise's class, the class whose methods it overrides, and the release that was read."""
 REPLACED = {
     "Accelerator.prepare_optimizer": "d50a28b49664",
     "Accelerator.backward": "fb25ccb046ca",
@@ -64,7 +64,7 @@ REPLACED = {
     "Precision.load_state_dict": "3f7a651df785",
     "Precision.on_load_checkpoint": "b72dcb2f3194",
 }
-"""Methods whose overrides never call them, and a digest of the source that was read when the override was written."""
+"""Methods that their overrides do not call, with a digest of the source for which the override was written."""
 
 
 def code_of(found: Any) -> str:

@@ -122,7 +122,7 @@ CALLS: dict[str, Call] = {
     "parity": lambda job, _: parity(job),
 }
 TIMES = ("tune", "bench", "train", "doctor")
-"""Those that train."""
+"""The calls that train."""
 JOBS: dict[str, tuple[Workload, str, tuple[str, ...]]] = {
     "a loss that raises": (
         Workload("job", network, sgd, batches, raises),

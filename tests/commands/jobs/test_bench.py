@@ -21,7 +21,7 @@ from castwise.errors import NonFiniteError, PlanError, UnknownNameError, Workloa
 from castwise.lab.workloads.workload import Workload, find_workload
 
 NEVER = 1e6
-"""No plan is stopped as hopeless: a busy machine can make a step of microseconds look like one."""
+"""A limit so high that no plan is stopped as too slow; on a busy machine, steps of microseconds could be."""
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from castwise.lab.inspect.comparison import worst_of
 
 COUNTED = (torch.ones(400).bfloat16().cumsum(0) - 1).long()
 WRONG = int((torch.arange(400) != COUNTED).sum())
-"""Positions from 257 on that bf16 rounds to others."""
+"""The number of positions that bf16 rounds to others."""
 
 
 class Positions(nn.Module):

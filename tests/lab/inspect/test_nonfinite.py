@@ -24,7 +24,7 @@ from tests.report.pages import read
 from tests.soak import each_value, some
 
 LOW = "fp16-mixed" if DEVICE == "cpu" else "fp16-mixed+ops.exp=lower+ops.pow=lower+ops.sum=lower"
-"""Has operators overflow in fp16 that all devices but the CPU keep in fp32."""
+"""A plan that runs exp, pow and sum in fp16; autocast on devices other than the CPU keeps them in fp32."""
 
 
 @pytest.mark.parametrize("maker", some(corpus.MAKERS, 2), ids=lambda maker: maker.name)

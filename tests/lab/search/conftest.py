@@ -27,7 +27,7 @@ BEGUN: Any = SimpleNamespace(
         prober=SimpleNamespace(passes=0, model=torch.nn.Identity(), positions=SimpleNamespace(length=0), micros=()),
     ),
 )  # fmt: skip
-"""A reference whose gradients nobody asks for: there are passes left, and what tests with them has no other method."""
+"""A stand-in for the reference in tests that compute no gradients; it has passes left and nothing else."""
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from tests.soak import some
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 REGION = Plan.parse("bf16-mixed+regions.0=fp32")
 LOWEST = Plan.parse("bf16-mixed+regions.2=fp32")
-"""What is slow where inputs are low is so under it."""
+"""A plan under which :class:`SlowWhenLow` is slow, since its inputs are low."""
 
 
 @pytest.fixture(autouse=True)

@@ -25,10 +25,10 @@ from tests.lab.search.conftest import raced
 from tests.lab.search.test_choices import noted, workload
 
 LIKE_FP32 = Plan.parse("bf16-mixed+regions.**=fp32")
-"""Trains as fp32 does to the last digit."""
+"""A plan that trains bitwise like fp32."""
 REPAIRED = Plan.parse("bf16-mixed+regions.0=fp32")
 LOSING = Plan.parse("bf16-true")
-"""Trains worse: at the learning rate of this workload its parameters lose most updates."""
+"""A plan that trains worse: at this learning rate, rounding loses most updates of its parameters."""
 
 
 @pytest.fixture

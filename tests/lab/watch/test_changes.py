@@ -152,11 +152,11 @@ TROUBLE: dict[str, tuple[Run, int]] = {
     "learning rate 0": (Run(at=once(rate(0.0))), 10),
     "learning rate 0 from the start": (Run(optimizer=lambda params: torch.optim.AdamW(params, 0.0)), -AT + 10),
 }  # fmt: skip
-"""By case: the training, and how many steps after the change the alarm may come at most."""
+"""For each case, the training run and the most steps between the change and the alarm."""
 
 
 BY_THE_LOSS = ("labels switched", "inputs of the other sign", "weights zero")
-"""What the loss of each step shows, which is read on a CPU alone: on a device that would wait."""
+"""Cases detected from the loss of each step, which is read only on a CPU; on a GPU reading would synchronise."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""In the form of Colossal-AI's example of gradient clipping: the weights are looked at after each iteration."""
+"""A script modelled on Colossal-AI's gradient clipping example; it prints the update after each iteration."""
 
 import colossalai
 import torch

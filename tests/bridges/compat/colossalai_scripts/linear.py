@@ -1,4 +1,4 @@
-"""In the form of SimCLR's second script: a classifier on the backbone that the first one trained, which is frozen."""
+"""A script modelled on SimCLR's second one: a classifier on the frozen backbone that the first script trained."""
 
 import colossalai
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class LinearEval(nn.Module):
-    """The backbone as it is, and one layer."""
+    """A frozen backbone and one linear layer."""
 
     def __init__(self):
         super().__init__()

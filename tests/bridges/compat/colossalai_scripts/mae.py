@@ -1,4 +1,4 @@
-"""In the form of Colossal-AI's masked autoencoder: a loss that the model computes, checkpoints by epoch, resuming."""
+"""A script modelled on Colossal-AI's masked autoencoder: loss inside the model, checkpoints per epoch, resuming."""
 
 import colossalai
 import torch
@@ -18,12 +18,12 @@ COUNT = (SIZE // PATCH) ** 2
 
 
 def patches(imgs):
-    """Of images ``[n, 3, 12, 12]``, as ``[n, 9, 48]``."""
+    """Return the patches ``[n, 9, 48]`` of images ``[n, 3, 12, 12]``."""
     return nn.functional.unfold(imgs, PATCH, stride=PATCH).transpose(1, 2)
 
 
 class MaskedAutoencoder(nn.Module):
-    """Sees some patches, and is to say what is in the others."""
+    """A model that sees some patches and predicts the others."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class MaskedAutoencoder(nn.Module):
         self.predict = nn.Linear(WIDTH, 3 * PATCH * PATCH)
 
     def forward(self, imgs, mask_ratio=0.75):
-        """The loss of the patches that are hidden, what is predicted, and which they are."""
+        """Return the loss on the hidden patches, the predictions, and the mask of hidden patches."""
         target = patches(imgs)
         rows, count, _ = target.shape
         order = torch.rand(rows, count, device=imgs.device).argsort(1)

@@ -1,4 +1,4 @@
-"""In the form of Colossal-AI's ResNet example: epochs by the engine, or with --use_trainer by the trainer."""
+"""A script modelled on Colossal-AI's ResNet example: a loop over the engine, or the trainer with --use_trainer."""
 
 import colossalai
 import torch

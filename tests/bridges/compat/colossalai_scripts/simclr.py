@@ -1,4 +1,4 @@
-"""In the form of Colossal-AI's SimCLR example: two views, a loss of two outputs, accumulation, an own hook."""
+"""A script modelled on Colossal-AI's SimCLR example: two views, a loss of two outputs, accumulation, a custom hook."""
 
 import colossalai
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 class SimCLR(nn.Module):
-    """A backbone and a projection."""
+    """A backbone and a projection head."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class SimCLR(nn.Module):
 
 @LOSSES.register_module
 class Contrast(nn.Module):
-    """Each image's other view is to be the nearest of all that are in the batch."""
+    """A contrastive loss: the nearest image in the batch should be the other view."""
 
     def forward(self, z1, z2, label):
         views = functional.normalize(torch.cat([z1, z2]), dim=1)
@@ -42,7 +42,7 @@ class Contrast(nn.Module):
 
 
 class TotalBatchsizeHook(hooks.BaseHook):
-    """Says how many images make a step."""
+    """A hook that logs the number of images per step."""
 
     def __init__(self, priority=2):
         super().__init__(priority)

@@ -1,4 +1,4 @@
-"""Small models, and images that need no download: a pattern for each class, under noise."""
+"""Small models, and synthetic images: a fixed pattern per class plus noise."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ SIZE, CLASSES = 12, 4
 
 
 def images(count, seed):
-    """Images ``[3, 12, 12]`` and their classes."""
+    """Return a dataset of images ``[3, 12, 12]`` and their classes."""
     patterns = torch.randn(CLASSES, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(count) % CLASSES
     noise = torch.randn(count, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
@@ -17,7 +17,7 @@ def images(count, seed):
 
 
 class TwoViews(Dataset):
-    """Pairs of images of one class, and the class."""
+    """A dataset of pairs of images of one class, with the class."""
 
     def __init__(self, count):
         self.first, self.second = images(count, seed=1), images(count, seed=2)
@@ -31,7 +31,7 @@ class TwoViews(Dataset):
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, width):
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """One of two blocks."""
+    """A ResNet of two blocks."""
 
     def __init__(self, num_classes=CLASSES, width=8):
         super().__init__()

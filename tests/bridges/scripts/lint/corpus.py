@@ -1,4 +1,4 @@
-"""Scripts written in the forms of public ones, with faults marked in their lines, and sound scripts that come close to faults.
+"""Scripts modelled on public ones, with marked faults, and sound scripts that resemble faulty ones.
 
 Each file of the folder ``corpus`` holds many programs: a line ``##### name/file.py`` begins a file, and ``name`` is the
 program. A faulty line ends with ``# fault: rule``, or ``# fault: rule when flag``.
@@ -17,17 +17,17 @@ FOLDER = Path(__file__).with_name("corpus")
 _BEGINS = re.compile(r"^##### (\S+)\n", re.MULTILINE)
 _MARK = re.compile(r"# fault: ([\w-]+)")
 _NEAR = 3
-"""A fault may be reported in the line of its statement or in that of what the statement contains."""
+"""Lines between a mark and its report, which may name the statement or a line inside it."""
 
 
 class Program(NamedTuple):
-    """The name of a program, and its files: the text by the name in its folder."""
+    """A program: its name, and the text of each file by path."""
 
     name: str
     files: dict[str, str]
 
     def marks(self) -> set[tuple[str, int, str]]:
-        """The faults that are in it: file, line and rule."""
+        """Return the marked faults: file, line and rule."""
         return {
             (file, number, found[1])
             for file, text in self.files.items()
@@ -36,7 +36,7 @@ class Program(NamedTuple):
         }
 
     def check(self, folder: Path) -> tuple[Fault, ...]:
-        """Write it to a folder and check it; the marks are not written."""
+        """Write the program without marks to a folder and lint it."""
         for file, text in self.files.items():
             path = folder / self.name / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
 
 def programs(kind: str) -> Iterator[Program]:
-    """The programs with faults of one kind, or the ``sound`` ones."""
+    """Return the programs with faults of one kind, or the ``sound`` programs."""
     parts = _BEGINS.split((FOLDER / f"{kind}.txt").read_text())[1:]
     found: dict[str, dict[str, str]] = {}
     for name, text in zip(parts[::2], parts[1::2], strict=True):
@@ -55,12 +55,12 @@ def programs(kind: str) -> Iterator[Program]:
 
 
 def kinds() -> list[str]:
-    """The kinds of faults."""
+    """Return the kinds of faults."""
     return sorted(path.stem for path in FOLDER.glob("*.txt") if path.stem != "sound")
 
 
 def compare(program: Program, findings: tuple[Fault, ...]) -> tuple[set[tuple[str, int, str]], list[Fault]]:
-    """The marked faults that were not found, and the findings that no mark explains."""
+    """Return the marked faults that were missed, and the findings without a mark."""
     marks = program.marks()
 
     def fits(fault: Fault, mark: tuple[str, int, str]) -> bool:

@@ -1,4 +1,4 @@
-"""The faults of scripts in the forms of public ones are found, and sound scripts raise no false alarm."""
+"""The linter finds the faults in scripts modelled on public ones and raises no alarm on sound scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rule finds its fault in scripts that have it, and reports nothing in the same scripts put right."""
+"""Each rule reports its fault in faulty scripts and nothing in the same scripts when corrected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ for x, y in loader:
     optimizer.zero_grad()
 """
 FAULTS: dict[str, tuple[str, str, int]] = {
-    # rule: the script, the text of the line that it is in, how many lines are meant
+    # rule: the script, text in the faulty line, number of faulty lines
     "fp16-on-cpu": (HEAD + LOOP.replace("device, dtype", '"cpu", dtype'), "torch.autocast", 1),
     "cuda-hard-coded": (
         HEAD.replace('"cuda"', '"cuda" if torch.cuda.is_available() else "cpu"')
@@ -123,7 +123,7 @@ def test_the_right_loop_is_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        # saved with its scaler, chosen device, masters by a library, a frozen base, a base for inference
+        # saved scaler, device chosen at run time, masters from a library, frozen model, model for inference
         HEAD + LOOP + 'torch.save({"o": optimizer.state_dict(), "s": scaler.state_dict()}, "last.pt")\n',
         HEAD.replace('"cuda"', '"cuda" if torch.cuda.is_available() else "cpu"') + LOOP,
         "import deepspeed\n" + FAULTS["low-weights-without-masters"][0],
@@ -138,14 +138,14 @@ def test_the_right_loop_is_right(tmp_path: Path) -> None:
             "if torch.cuda.is_available():\n    ctx = torch.autocast('cuda')\nelse:\n    ctx = open('cpu')\ndevice =",
         ),
         HEAD + LOOP.replace("    scaler.update()\n", "    finish(scaler)\n"),
-        # arguments by place, and a step of something that is no optimizer
+        # positional arguments, and ``step()`` of an object that is no optimizer
         HEAD.replace('"cuda"', '"cuda" if torch.cuda.is_available() else "cpu"')
         + LOOP.replace("torch.autocast(device, dtype=torch.float16)", "torch.cuda.amp.autocast(fp16)"),
         HEAD
         + "schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)\n"
         + LOOP.split("    scaler.unscale_")[0]
         + "    schedule.step()\n",
-        # names that functions share
+        # the same name in two functions
         "import torch\ndef serve():\n    model = torch.nn.Linear(2, 2).half()\n"
         "def train():\n    model = make()\n    optimizer = torch.optim.SGD(model.parameters())\n    optimizer.step()\n",
     ],
@@ -181,7 +181,7 @@ def test_no_false_alarm_on_published_scripts() -> None:
     ]
     assert len(published) > 25
     alarms = [(path, one) for path in published for one in lint(path).findings]
-    # tests run fp16 on a CPU to see that it works
+    # the tests run fp16 on a CPU on purpose
     others = [
         (str(path), one) for path, one in alarms if one.rule != "fp16-on-cpu" or "tests" not in path.parts
     ]
@@ -193,7 +193,7 @@ def test_scripts_that_were_written_to_be_hard_hold_the_faults_that_they_hold() -
         "torch_*.txt" if SOAKING else "torch_clip*.txt"
     )
     found = {(path.name, one.line, one.rule) for path in corpus for one in lint(path).findings}
-    # the scripts are for a CPU, so that they run
+    # the scripts use the CPU so that they can run here
     others = {each for each in found if each[2] != "fp16-on-cpu"}
     assert others == {("torch_clip_scaled.txt", 16, "clip-before-unscale")}
 

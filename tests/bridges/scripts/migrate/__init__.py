@@ -1,1 +1,1 @@
-"""Migration of scripts."""
+"""Tests of castwise.bridges.scripts.migrate."""

@@ -1,9 +1,9 @@
-"""Programs in the forms that public ones have: each migrated, compiled, imported, and trained beside its original.
+"""Programs modelled on public ones: each is migrated, compiled, imported, and trained beside its original.
 
-``corpus/NAME.txt`` is a program: ``# file:`` begins a file of it, ``# becomes:`` says what comes of it, ``# says:`` what is
-listed, ``# run: no`` that it cannot train here. The original of one for Apex or Colossal-AI runs on the drop-in too, by
-``castwise.compat.install()``: its imports are what is tested. So does the rest of one that stays. ``corpus/library.py`` is
-installed where they run, and imports Apex by itself.
+``corpus/NAME.txt`` is a program. ``# file:`` begins a file, ``# becomes:`` names the outcome, ``# says:`` gives listed
+text, and ``# run: no`` means that the program cannot train here. Originals for Apex or Colossal-AI, and programs that
+stay as they are, also run on the drop-in, through ``castwise.compat.install()``, because the test is about imports.
+``corpus/library.py`` is on the import path of all programs and imports Apex itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = sorted(path.stem for path in CORPUS.glob("*.txt"))
 ALONE = {
     "apex_by_text", "apex_patched_by_text", "apex_scaler_class", "torch_and_apex", "torch_scaler_later",
 }  # fmt: skip
-"""Each alone with a line of the sources."""
+"""Programs that are the only ones to cover some line of the sources."""
 DEALT = sorted({*some(NAMES, 2), *ALONE})
 FOREIGN = ("apex", "colossalai", "amp_C")
 
@@ -60,7 +60,7 @@ def nodes(folder: Path) -> Iterator[tuple[Path, ast.AST]]:
 
 
 def train(folder: Path, *, served: bool) -> dict[str, Any]:
-    """Run a program as ``python main.py`` would, and forget its modules and what Apex's O1 left in force."""
+    """Run a program like ``python main.py``, then remove its modules and the casts of Apex's O1."""
     before = set(sys.modules)
     sys.path[:0] = [str(folder), str(CORPUS)]
     state = amp._amp_state
@@ -68,9 +68,7 @@ def train(folder: Path, *, served: bool) -> dict[str, Any]:
         castwise.bridges.compat.install()
     try:
         torch.manual_seed(0)
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # those of the libraries that the programs were written for
+        with warnings.catch_warnings(action="ignore"):  # warnings of the original libraries
             return runpy.run_path(str(folder / "main.py"))
     finally:
         castwise.bridges.compat.uninstall()
@@ -130,7 +128,7 @@ def test_what_becomes_of_a_program(program: Program) -> None:
 
 
 def test_half_a_program_is_finished_by_a_second_run(program: Program, tmp_path: Path) -> None:
-    """As after a first run that was killed."""
+    """A killed first run leaves only some of the files migrated."""
     done = {file.path.relative_to(program.after): file for file in program.result.changed}
     if len(done) < 2:
         pytest.skip("it is written whole or not at all")
@@ -167,7 +165,7 @@ def test_every_import_is_there_or_listed(program: Program) -> None:
 
 
 def test_a_program_trains_as_it_did(program: Program) -> None:
-    """The same losses, scales and weights, to the last bit."""
+    """Losses, loss scales and weights are bitwise equal."""
     if head(program.name, "run") == "no":
         pytest.skip("it needs a GPU, processes, or what the drop-in does not have")
     want = train(program.before, served=True)

@@ -1,4 +1,4 @@
-"""Scripts of Apex and Colossal-AI: imports name the drop-in where it has the name, and the rest is said by line."""
+"""Scripts for Apex and Colossal-AI: imports are changed to the drop-in if it has the name, and listed otherwise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = [
     and "_state." not in row.name
     and row.name.replace(".", "").replace("_", "").isalnum()
 ]
-"""Names of the lists that a script can import, without arguments and values."""
+"""Names in the coverage lists that a script can import, without rows for arguments and values."""
 
 
 def run(text: str) -> dict[str, object]:
@@ -70,7 +70,7 @@ REWRITTEN = {
 
 @pytest.mark.parametrize("before", REWRITTEN)
 def test_an_import_becomes_that_of_the_drop_in(before: str) -> None:
-    """It runs, where it is not left to the library itself."""
+    """The rewritten import runs, unless it still names the library."""
     after, findings = rewrite(before + "\n")
     assert after == REWRITTEN[before] + "\n"
     assert [finding.kind for finding in findings].count("kept") == len({
@@ -116,7 +116,7 @@ def test_what_is_read_from_the_source_is_what_runs(library: str) -> None:
             assert not lacks(f"{name}.{public}")
         assert home(name, "no_such_name") == ""
         held = vars(importlib.import_module(full.rpartition(".")[0])).get(full.rpartition(".")[2])
-        if inspect.ismodule(held):  # and no function of the same name
+        if inspect.ismodule(held):  # not a function of the same name
             assert lacks(f"{name}.no_such_name") == f"{name}.no_such_name"
 
 
@@ -137,7 +137,7 @@ if amp is not None:
 def test_an_import_with_a_fallback() -> None:
     after, findings = rewrite(FALLBACKS)
     space = run(after)
-    assert space["has_apex"] is False  # FP16_Optimizer is Apex's own
+    assert space["has_apex"] is False  # FP16_Optimizer exists only in Apex
     assert [f"{finding.line} {finding.kind}" for finding in findings] == ["2 kept", "4 left"]
     alone = run(rewrite(FALLBACKS.replace("    from apex.optimizers import FP16_Optimizer\n", ""))[0])
     assert alone["has_apex"] is True
@@ -246,7 +246,7 @@ def test_imports_stay_and_it_is_said_once(stay: Stay, text: str) -> None:
 
 
 def test_nothing_else_than_imports_changes() -> None:
-    """Loops are carried out by the drop-in: so none is rewritten, however plain."""
+    """The drop-in runs the loops as written, so none is rewritten."""
     script = (
         "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer, opt_level='O1')\n"
         "with amp.scale_loss(loss, optimizer) as scaled_loss:\n    scaled_loss.backward()\noptimizer.step()\n"

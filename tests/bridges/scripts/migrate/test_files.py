@@ -1,4 +1,4 @@
-"""Files as they are found, read and written."""
+"""Finding, reading and writing of files."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_a_problem_and_stays(tmp_path: Path, raw: bytes, 
     assert [file.path for file in result.problems] == [bad]
     assert result.problems[0].problem.startswith(reason)
     assert bad.read_bytes() == raw
-    assert good.read_text() == AFTER  # the others are done
+    assert good.read_text() == AFTER  # the other file is migrated
     with pytest.raises(MigrateError, match=r"^migrate: .*bad\.py (is not|cannot)"):
         result.check()
 
@@ -113,7 +113,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_file_in_which_nothing_changes_keeps_every_byte(tmp_path: Path) -> None:
-    """Even those that LibCST does not keep."""
+    """This includes bytes that LibCST would change."""
     (tmp_path / "train.py").write_bytes(
         b"import torch\n\x0cwith torch.no_grad():\n    pass  # no autocast\n\x0cx = 1\r"
     )
@@ -138,7 +138,7 @@ def test_folders_that_hold_no_scripts_of_the_user_are_passed_over(tmp_path: Path
 
 
 def test_symbolic_links(tmp_path: Path) -> None:
-    """In a folder they are listed and left; a link that is named is followed, and stays a link."""
+    """Links in a folder are listed and not followed; a link given by path is followed and stays a link."""
     outside, folder = tmp_path / "outside", tmp_path / "folder"
     outside.mkdir()
     folder.mkdir()
@@ -226,7 +226,7 @@ with autocast("cpu"), torch.autocast("cpu", enabled=False):
     ],
 )
 def test_a_name_that_another_script_takes_over_stays(tmp_path: Path, other: str, stays: set[str]) -> None:
-    """It may derive a class from it, or recognise objects by it."""
+    """The other script may subclass the class or use it in isinstance()."""
     (tmp_path / "train.py").write_text(LOOP)
     (tmp_path / "eval.py").write_text(other)
     for path in (tmp_path, tmp_path / "train.py"):
@@ -277,7 +277,7 @@ BARS = {
     "old = scaler._unscale_grads_\nscaler._unscale_grads_ = mine\n": "it replaces private methods of GradScaler",
     "class A:\n    def _maybe_opt_step(self): pass\n": "it replaces private methods of GradScaler",
     "type(scaler) is torch.amp.GradScaler\n": "it compares an object's class with torch's",
-    "model = torch.jit.script(model)\n": "",  # the loop contains nothing that could be compiled
+    "model = torch.jit.script(model)\n": "",  # the loop has no code that could be scripted
 }
 
 
@@ -324,7 +324,7 @@ def test_a_script_is_told_of_what_it_imports_from_below(tmp_path: Path) -> None:
 
 
 def test_all_files_are_written_or_none(tmp_path: Path) -> None:
-    """Half a program on the drop-in would be none."""
+    """A program with only some files on the drop-in would not work."""
     for name in ("a.py", "b.py", "c.py"):
         (tmp_path / name).write_text(BEFORE)
     (tmp_path / "b.py").chmod(0o444)
@@ -377,7 +377,7 @@ INITIALIZES = "from timm.utils import ApexScaler\nfrom apex import amp\nm, o = a
 
 
 def test_a_library_that_scales_the_loss(tmp_path: Path) -> None:
-    """It finds the drop-in by ``import apex`` alone; another program of the folder is none of that."""
+    """Such a library needs the drop-in under the name ``apex``; other programs in the folder do not."""
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     (tmp_path / "one" / "train.py").write_text(INITIALIZES)
@@ -395,7 +395,7 @@ def test_a_library_that_scales_the_loss(tmp_path: Path) -> None:
 
 
 def test_a_program_that_a_drop_in_cannot_carry_stays_whole(tmp_path: Path) -> None:
-    """The drop-in shares nothing with the library, so one half on each would be none."""
+    """The drop-in shares no state with the library, so a program cannot use both."""
     (tmp_path / "train.py").write_text("from engine import step\nfrom colossalai.booster import Booster\n")
     (tmp_path / "engine.py").write_text("from colossalai.amp import AMP_TYPE\n")
     (tmp_path / "other.py").write_text("import colossalai\ncolossalai.launch(config={})\n")
@@ -412,7 +412,7 @@ LAUNCHES = "import colossalai\ncolossalai.launch_from_torch(config='config.py')\
 
 
 def test_a_configuration_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_path: Path) -> None:
-    """Nothing imports it; the nearest programs that use its library are those that may load it."""
+    """No script imports the file; the nearest programs that use its library may load it."""
     for name, text in {
         "lacks/train.py": f"from colossalai.booster import Booster\n{LAUNCHES}",
         "lacks/config.py": CONFIG,
@@ -429,7 +429,7 @@ def test_a_configuration_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_
 
 
 def test_a_helper_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_path: Path) -> None:
-    """By itself it would be one whose amp a library initializes."""
+    """On its own, the helper looks like a script in which a library initializes amp."""
     (tmp_path / "train.py").write_text(f"{BEFORE}m, o = amp.initialize(m, o)\nrun('helpers/step.py')\n")
     (tmp_path / "helpers").mkdir()
     (tmp_path / "helpers" / "step.py").write_text(
@@ -441,7 +441,7 @@ def test_a_helper_that_is_loaded_by_its_path_goes_with_what_loads_it(tmp_path: P
 
 
 def test_a_copy_of_apex_in_the_program_is_left(tmp_path: Path) -> None:
-    """Its imports are not of the library that the drop-in stands for; beside another folder they are."""
+    """Imports of that copy are not imports of the library; in another folder the same imports are."""
     for name in ("one/apex/__init__.py", "one/apex/amp.py", "one/tools/train.py", "two/train.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(BEFORE)

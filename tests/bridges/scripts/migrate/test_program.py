@@ -1,4 +1,4 @@
-"""What scripts say together: which belong together, and which libraries somebody else imports too."""
+"""Programs of several scripts: which scripts belong together, and which libraries other code imports too."""
 
 from __future__ import annotations
 
@@ -62,9 +62,13 @@ FILES = {
             {"tools/__init__.py", "tools/a.py", "tools/b/__init__.py"},
         ),
         ("train.py", Imported("torch", 0, (), False), set()),
-        ("tools/a.py", Imported("a", 0, (), False), {"a.py"}),  # no script imports itself
+        ("tools/a.py", Imported("a", 0, (), False), {"a.py"}),  # a script does not import itself
         ("tools/b/__init__.py", Imported("", 2, ("a",), False), {"tools/__init__.py", "tools/a.py"}),
-        ("tools/b/__init__.py", Imported("a", 0, (), False), {"tools/a.py"}),  # run from its folder
+        (
+            "tools/b/__init__.py",
+            Imported("a", 0, (), False),
+            {"tools/a.py"},
+        ),  # the script may be run from its folder
         ("train.py", Imported("x", 9, (), False), set()),
     ],
 )
@@ -79,7 +83,7 @@ def test_what_an_import_loads(importer: str, each: Imported, want: set[str]) -> 
         ("from apex import amp\namp.initialize(m, o)", "a library scales the loss"),
         ("from apex import amp\namp.initialize(m, optimizers=o)", "a library scales the loss"),
         ("from apex.amp import initialize\ninitialize(*both)", "a library scales the loss"),
-        ("from apex import amp\namp.initialize(m, opt_level='O2')", ""),  # for inference
+        ("from apex import amp\namp.initialize(m, opt_level='O2')", ""),  # inference only
         ("from apex import amp\namp.initialize(m, o)\nself.amp.scale_loss(l)", ""),
         ("from apex import amp\nfrom timm.utils import ApexScaler\namp.initialize(m, o)\namp.scale_loss(l)", "a library scales"),
         ("from apex.amp import scale_loss\nscale_loss(l, o)", "a library initializes amp"),

@@ -1,6 +1,6 @@
-"""Whole scripts: what becomes of each, what is said about it, and that it trains as before.
+"""Whole scripts: the result of each, the findings listed, and a check that it trains as before.
 
-``scripts/NAME.before.txt`` is a script, ``NAME.after.txt`` what it becomes and ``NAME.list.txt`` what is listed.
+``scripts/NAME.before.txt`` is a script, ``NAME.after.txt`` the result and ``NAME.list.txt`` the list of findings.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def test_a_name_of_castwise_that_is_written_exists(name: str) -> None:
 
 def _run(text: str) -> dict[str, Any]:
     space: dict[str, Any] = {"__name__": "__main__"}
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, about its old names
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's deprecated names
         exec(compile(text, "script", "exec"), space)
     return space
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_script_trains_as_it_did(name: str) -> None:
-    """The same losses, scales and weights, to the last bit."""
+    """Losses, loss scales and weights are bitwise equal."""
     before, after = _run(read(name, "before")), _run(read(name, "after"))
     assert "castwise" in read(name, "after")
     assert len(before["losses"]) == len(after["losses"]) > 2
@@ -86,6 +86,6 @@ def test_a_script_trains_as_it_did(name: str) -> None:
 
 
 def test_scripts_that_run_skip_steps() -> None:
-    """Else the comparison of scales would say nothing."""
+    """Otherwise the comparison of loss scales would test nothing."""
     skipped = [name for name in RUN if len(set(_run(read(name, "before"))["scales"])) > 1]
     assert len(skipped) >= 5

@@ -1,4 +1,4 @@
-"""Names of torch.amp: which change to castwise's, and which uses need torch's own."""
+"""Names of torch.amp: which are replaced by castwise's, and which uses need torch's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def test_castwise_has_the_name_with_torchs_arguments(name: str) -> None:
     by_place = [each for each in want if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert len(by_place) <= sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in got)
     for torch_s, our in zip(by_place, got, strict=False):
-        assert torch_s.name in (our.name, "device_type")  # a plan may be given instead, or neither
+        assert torch_s.name in (
+            our.name,
+            "device_type",
+        )  # castwise takes a plan as well, and neither is required
         assert torch_s.default in (our.default, inspect.Parameter.empty)
     assert {each.name for each in want} <= {each.name for each in got}
 

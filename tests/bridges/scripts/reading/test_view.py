@@ -1,4 +1,4 @@
-"""Scripts that a parser cannot take."""
+"""Scripts that a parser cannot process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEEP = {
 
 @pytest.mark.parametrize("of", DEEP)
 def test_what_is_nested_too_deeply_is_refused_and_ends_no_process(of: str) -> None:
-    """LibCST's parser ended it without a word, and with it a run over a whole folder."""
+    """Regression: LibCST's parser crashed the process without a message, and with it the run over a whole folder."""
     with pytest.raises(SyntaxError, match="nested"):
         View(f"x = {DEEP[of]}\n")
 
