@@ -1,4 +1,4 @@
-"""Models whose parameters arrive in bf16 or fp16, in whole or in part, under every plan."""
+"""Models whose parameters are in bf16 or fp16 before prepare, in whole or in part, under every plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDE = [name for name in ALL if PRESETS[name].params == "fp32"]
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the output's, and a buffer that is added to what it gives."""
+    """An embedding with weights tied to the output, and a buffer added to its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Tied(nn.Module):
 
 
 class Counting(nn.Module):
-    """A running mean in a buffer, as of a normalisation."""
+    """Keeps a running mean in a buffer, as normalisation layers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def is_widened(model: nn.Module, plan: str) -> bool:
-    """Whether there is something to widen under a plan that stores parameters low."""
+    """Return whether a plan that stores parameters low has anything to widen."""
     return PRESETS[plan].params == "fp32" or any(b.is_floating_point() for b in model.buffers())
 
 
@@ -114,7 +114,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def test_a_model_that_arrives_low_trains_like_the_float_model(
     plan: str, dtype: torch.dtype, kind: str, optimizer: str
 ) -> None:
-    """Widened where the plan stores fp32, with masters from its values where it does not."""
+    """The model is widened where the plan stores fp32, and gets masters from its values otherwise."""
     model = arrive(kind, dtype)
     reference = copy.deepcopy(model).float()
     found = []
@@ -151,7 +151,7 @@ def test_masters_hold_the_very_values_that_arrived(plan: str, dtype: torch.dtype
 )
 @pytest.mark.parametrize("plan", ALL)
 def test_close_stores_a_model_as_it_arrived(plan: str, dtype: torch.dtype, kind: str, steps: int) -> None:
-    """Parameters, gradients and optimizer state, with every reference to them good all the time."""
+    """Restores parameters, gradients and optimizer state; references to them stay valid throughout."""
     model = arrive(kind, dtype)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-4)
     model(torch.randn(4, 6).to(dtype)).float().square().mean().backward()
@@ -161,7 +161,7 @@ def test_close_stores_a_model_as_it_arrived(plan: str, dtype: torch.dtype, kind:
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
     amp = castwise.Amp(plan, device="cpu")
     amp.prepare(model, optimizer, widen=is_widened(model, plan))
-    rounded = amp.plan.master == "none" and amp.plan.compute_dtype is not dtype  # for good
+    rounded = amp.plan.master == "none" and amp.plan.compute_dtype is not dtype  # rounded permanently
     if steps:
         optimizer.zero_grad()
         train(amp, model, optimizer, steps)
@@ -182,7 +182,7 @@ def test_close_stores_a_model_as_it_arrived(plan: str, dtype: torch.dtype, kind:
 
 
 def test_state_that_an_optimizer_has_already_is_widened_with_its_parameter() -> None:
-    """It goes on as the float model's optimizer does that loads the same state."""
+    """Training continues as in the fp32 model whose optimizer loads the same state."""
     model = arrive("plain", torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-4)
     model(torch.randn(4, 6).bfloat16()).float().square().mean().backward()
@@ -258,7 +258,7 @@ def test_an_optimizer_made_after_widening_joins() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_state_of_an_optimizer_that_joins_is_widened_too(optimizer: str) -> None:
-    """One with state is prepared after its model: it goes on as one that is prepared with it."""
+    """An optimizer with state, prepared after its model, behaves like one prepared with it."""
     found = []
     for late in (True, False):
         model = arrive("plain", torch.bfloat16)
@@ -297,7 +297,7 @@ def test_state_of_an_optimizer_that_joins_is_widened_too(optimizer: str) -> None
     ],
 )
 def test_what_training_has_made_of_it_outlives_a_change_of_plan(first: str, then: str, kind: str) -> None:
-    """Not a bit is lost, there and back, though ``close`` would round: as with the float model."""
+    """Changing the plan and back loses no bits, though ``close`` would round; the result equals the fp32 model's."""
     model = arrive(kind, torch.bfloat16)
     stored = dtypes(model)
     reference = copy.deepcopy(model).float()
@@ -387,7 +387,7 @@ def test_a_model_that_arrives_in_part_low(plan: str) -> None:
 
 
 def adapted(base: torch.dtype) -> nn.ModuleDict:
-    """A frozen base with a table of its own, and what is trained beside it."""
+    """Return a frozen base with a table in a buffer, and a trained head."""
     torch.manual_seed(0)
 
     class Base(nn.Module):
@@ -458,7 +458,7 @@ def test_what_is_unfrozen_later_is_not_trained_low_unseen(plan: str, by_itself: 
 
 
 class Sealed(Tensor):
-    """A tensor that says fp32 and holds int8, as torchao's."""
+    """A tensor that reports fp32 and holds int8, like torchao's."""
 
     @staticmethod
     def __new__(cls, packed: Tensor, scale: Tensor) -> Self:
@@ -482,7 +482,7 @@ class Sealed(Tensor):
 
 
 class Packed(nn.Parameter):
-    """Bits that say they are bf16, as of bitsandbytes with ``quant_storage=torch.bfloat16``."""
+    """Packed bits that report bf16, as in bitsandbytes with ``quant_storage=torch.bfloat16``."""
 
 
 def of_torchao() -> nn.Module:
@@ -596,7 +596,7 @@ def test_weights_are_given_back_in_the_format_that_they_arrived_in_if_asked(
 @pytest.mark.parametrize("later", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 @pytest.mark.parametrize("first", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 def test_saves_of_such_sessions_move_between_plans(first: str, later: str, tmp_path: Path) -> None:
-    """What resumes a fresh arrival is what resumes a float model."""
+    """The checkpoint resumes a newly made low-precision model and an fp32 model alike."""
     model = arrive("plain", torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-4)
     amp = castwise.Amp(first, device="cpu")

@@ -1,4 +1,4 @@
-"""Models of ``transformers`` and adapters of ``peft`` that arrive in bf16; the libraries are imported in this file alone."""
+"""``transformers`` models and ``peft`` adapters in bf16 before prepare; only this file imports the libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.soak import each_value
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers' own, when peft asks it
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # from transformers, when peft calls it
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -41,7 +41,7 @@ def make(kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 
 def adapted(kind: str) -> Any:
-    """Low base, fp32 adapters: as peft makes them by itself."""
+    """Return a low-precision base with fp32 adapters, peft's default."""
     config = peft.LoraConfig(r=2, target_modules=ADAPTED[kind], fan_in_fan_out=kind == "gpt2")
     model = peft.get_peft_model(make(kind), config)
     with torch.no_grad():
@@ -107,7 +107,8 @@ def test_adapters_train_beside_a_base_in_bf16_that_stays(kind: str, plan: str) -
     held = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     assert held == {torch.float32 if PRESETS[plan].master == "fp32" else amp.plan.compute_dtype}
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    if plan == "fp16-mixed" and kind == "gpt2":  # torch's own list leaves layer_norm where fp16 and bf16 meet
+    # Under torch's own list, fp16 and bf16 inputs meet in layer_norm.
+    if plan == "fp16-mixed" and kind == "gpt2":
         with pytest.raises(RuntimeError, match="widen='all'"):
             train(amp, model, optimizer)
         amp.close()
@@ -140,7 +141,7 @@ def test_a_checkpoint_goes_back_to_disk_as_it_came(plan: str, tmp_path: Path) ->
         amp.prepare(model, optimizer, widen=plan == "bf16-mixed")
         train(amp, model, optimizer)
         given = amp.model_state_dict(model, as_given=True)
-        model.save_pretrained(tmp_path, state_dict=dict(given))  # which it empties
+        model.save_pretrained(tmp_path, state_dict=dict(given))  # save_pretrained empties the dict
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert all(torch.equal(value, given[name]) for name, value in again.state_dict().items())
     assert {value.dtype for value in again.parameters()} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Regions: found by pattern, stored and run in formats of their own, followed through backward and threads."""
+"""Regions: selected by pattern, stored and run in their own formats, in backward and in threads too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.linspace(-1, 1, 64).reshape(8, 8)
 
 
 class Probe(nn.Module):
-    """A layer that notes what it was given and what it computes in."""
+    """A layer that records its input dtype and the dtype it computes in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Probe(nn.Module):
 
 
 class Net(nn.Module):
-    """Two probes in a row."""
+    """Two probes in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_type_pattern_that_reaches_out_proj_among_others_warns() -> None:
 def test_regions_run_in_their_own_format(plan: Plan, a: tuple[str, ...], b: tuple[str, ...]) -> None:
     model = Net()
     remove = prepare(model, plan)
-    with torch.autocast("cpu", dtype=torch.float16):  # whatever surrounds
+    with torch.autocast("cpu", dtype=torch.float16):  # an outer autocast has no effect
         out = model(X)
     assert (model.a.seen[0], model.b.seen[0]) == (a, b)
     assert out.dtype is torch.float32 or plan.regions[0].compute == "fp64"
@@ -191,13 +191,13 @@ def test_casts_go_through_containers_both_ways(wrap: Any) -> None:
     assert type(out) is type(value)
     assert leaf(model[0].got[0]).dtype is torch.bfloat16
     assert leaf(out).dtype is torch.float32
-    assert leaf(value).dtype is torch.float32  # the caller's own object is untouched
+    assert leaf(value).dtype is torch.float32  # the caller's object is unchanged
     model[0](value, again=value)
     assert leaf(model[0].got[1]).dtype is torch.bfloat16
 
 
 class Bag(dict[str, torch.Tensor]):
-    """A mapping of somebody's own."""
+    """A custom mapping."""
 
 
 class Opaque:
@@ -208,7 +208,7 @@ class Opaque:
 
 
 def lazily(values: list[torch.Tensor]) -> Any:
-    """A generator: products are made when it is asked for them."""
+    """Yield products that are computed only when requested."""
     for value in values:
         yield value @ value
 
@@ -221,7 +221,8 @@ OUTPUTS: dict[str, tuple[Any, Any, torch.dtype]] = {
     "reversed": (lambda x: reversed([x @ x]), next, torch.bfloat16),
     "object": (lambda x: Opaque(x @ x), lambda out: out.x, torch.bfloat16),
     "set": (lambda x: {x @ x}, lambda out: out.pop(), torch.bfloat16),
-    "generator": (lambda x: lazily([x]), next, torch.float32),  # by then the plan is not in force
+    # The plan is no longer in force when it is computed.
+    "generator": (lambda x: lazily([x]), next, torch.float32),
 }
 
 
@@ -275,7 +276,7 @@ def test_copies_of_a_prepared_model_run_the_same() -> None:
     want = model(X)
     copies = [copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))]
     remove()
-    assert "exp" in kernels.registered("cpu")  # the copies are live
+    assert "exp" in kernels.registered("cpu")  # the override kernels are registered
     for other in copies:
         assert torch.equal(other(X), want)
     del other, copies
@@ -307,7 +308,7 @@ def test_an_interrupted_forward_is_left_at_the_next_step() -> None:
 
 
 def test_each_forward_is_a_scope_of_the_weight_cache() -> None:
-    """Weights changed between two forwards inside one ambient region are seen."""
+    """A weight changed between two forwards inside one ambient region is used by the second."""
     model = Net()
     prepare(model, Plan(compute="bf16"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -349,7 +350,7 @@ def test_weights_beyond_fp16_are_refused_and_tiny_ones_reported() -> None:
         model.weight[0, 0] = 1e6
     with pytest.raises(PlanError, match=r"weight \(largest 9\.994e\+05\)"):
         prepare(model, plan)
-    assert model.weight.dtype is torch.bfloat16  # nothing is half done
+    assert model.weight.dtype is torch.bfloat16  # nothing was changed
     with torch.no_grad():
         model.weight.fill_(1e-9)
     with pytest.warns(UserWarning, match="become zero"):
@@ -399,13 +400,13 @@ def test_other_errors_keep_their_words() -> None:
 
 @pytest.fixture(autouse=True)
 def whole_recomputation() -> Any:
-    """Recompute pieces to their end, so that the note at the end of each is reached."""
+    """Recompute each piece to its end, so that the record at the end is reached."""
     with set_checkpoint_early_stop(False):
         yield
 
 
 class Checkpointed(nn.Module):
-    """Checkpoints a function of its own, inside a region or not, and records the dtypes of each run."""
+    """Checkpoints its own function, optionally inside a region, and records the dtypes of each run."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -494,7 +495,7 @@ def test_backward_of_another_model_does_not_inherit_the_plan() -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:None of the inputs have requires_grad:UserWarning"
-)  # inherent in reentrant ones
+)  # reentrant checkpoints cause it
 def test_nested_checkpoints() -> None:
     class Nested(nn.Module):
         def __init__(self, reentrant: bool) -> None:
@@ -514,7 +515,7 @@ def test_nested_checkpoints() -> None:
 
 
 def test_threads_that_run_a_prepared_module_run_it_by_the_plan() -> None:
-    """As DataParallel's workers do: replicas of one module, called in threads at the same time."""
+    """Replicas of one module run in threads at the same time, as in DataParallel."""
     model = Net()
     remove = prepare(model, Plan(compute="bf16", regions={"b": "fp32"}, ops={"exp": "fp32"}))
     want = model(X)
@@ -549,7 +550,7 @@ def test_data_parallel_runs_a_prepared_module() -> None:
 
 
 class Head(nn.Module):
-    """A body, a norm and a head, each with something that bf16 and fp16 would lose."""
+    """A body, a norm and a head, each with values that bf16 and fp16 would round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -671,7 +672,7 @@ def test_formats_that_operators_around_refuse_leave_in_fp32(inside: str) -> None
 def test_an_lstm_that_onednn_lacks_runs_low_by_torchs_own_kernels(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.autocast asks for a primitive that a CPU without AVX-512 has not in bf16, and none so far in fp16."""
+    """torch.autocast requests a oneDNN primitive that a CPU without AVX-512 lacks for bf16; none exists yet for fp16."""
     monkeypatch.setattr(castwise.core._torch.cpu, "cpu_has_bf16", lambda: False)
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 4, batch_first=True), torch.randn(3, 5, 6)

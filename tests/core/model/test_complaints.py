@@ -1,4 +1,4 @@
-"""What is said where dtypes meet: where, in which operator, and cures that have been tried."""
+"""Error messages for mismatched dtypes: the place, the operator, and a fix that has been tried."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = torch.linspace(-1, 1, 64).reshape(8, 8)
 
 
 class Net(nn.Module):
-    """A model whose last lines are a test's own."""
+    """A model whose forward ends with a function given by the test."""
 
     def __init__(self, call: Callable[[Net, Tensor], Any]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.call, self.calls = call, 0
 
     def own(self, x: Tensor) -> Tensor:
-        """Code of the user's own, with an effect that can be seen."""
+        """Run user code with a visible side effect."""
         self.calls += 1
         return self.layer(x)
 
@@ -48,7 +48,7 @@ def prepared(plan: str, call: Callable[[Net, Tensor], Any]) -> tuple[castwise.Am
 
 
 def complaint(plan: str, call: Callable[[Net, Tensor], Any]) -> str:
-    """What is said of a call that fails under a plan."""
+    """Return castwise's message for a call that fails under a plan."""
     amp, model = prepared(plan, call)
     with amp, pytest.raises((RuntimeError, TypeError)) as caught:
         model(X)
@@ -56,7 +56,7 @@ def complaint(plan: str, call: Callable[[Net, Tensor], Any]) -> str:
 
 
 def line_of(call: Callable[..., Any], text: str) -> int:
-    """The number of the line of a function that has a text."""
+    """Return the line number where a function contains a text."""
     first = call.__code__.co_firstlineno
     lines = linecache.getlines(__file__)[first - 1 :]
     return first + next(index for index, line in enumerate(lines) if text in line)
@@ -399,7 +399,7 @@ def test_a_custom_operator_is_not_called_again_where_other_ranks_may_wait(
 
 
 class Own(Tensor):
-    """A tensor that runs code of its own."""
+    """A tensor subclass that runs its own code."""
 
     ran = 0
 
@@ -474,7 +474,7 @@ def test_large_calls_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def unreadable() -> Callable[[Net, Tensor], Any]:
-    """A function whose source cannot be read."""
+    """Return a function whose source cannot be read."""
     scope: dict[str, Any] = {"torch": torch}
     exec(
         compile("def call(self, x):\n    return torch.mv(self.layer(x), torch.ones(8))\n", "<gone>", "exec"),
@@ -500,7 +500,9 @@ def into_out(self: Net, x: Tensor) -> Tensor:
 
 
 def test_what_is_written_by_out_is_not_cast_into_a_copy() -> None:
-    """What ran without gradients is tried without; a copy would get the result, and what was named would stay empty."""
+    """Calls made without gradients are retried that way. With a cast copy as ``out``, the original tensor would stay
+    empty.
+    """
     for plan, cast in (
         ("bf16-mixed", "write self.layer(x).to(torch.float32) in"),
         ("bf16-true", "write torch.empty(8, 8, dtype=torch.bfloat16) in"),
@@ -511,7 +513,7 @@ def test_what_is_written_by_out_is_not_cast_into_a_copy() -> None:
 
 
 class Unlike(torch.autograd.Function):
-    """Keeps one factor low and the other wide, so that backward cannot multiply them."""
+    """Keeps one factor low and the other in fp32, so its backward cannot multiply them."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -554,7 +556,7 @@ def asserted(self: Net, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("call", [of_their_own, asserted])
 def test_what_somebody_raises_by_hand_is_left_alone(call: Callable[[Net, Tensor], Any]) -> None:
-    """What its words are about is not known, and no operator was called there."""
+    """The error came from no operator, so its subject is unknown."""
     with pytest.raises((ValueError, AssertionError)) as caught:
         prepared("bf16-mixed", call)[1](X)
     assert "castwise" not in str(caught.value)

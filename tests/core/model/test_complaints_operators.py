@@ -1,4 +1,4 @@
-"""Complaints of torch's own operators about dtypes: whatever cure is printed cures, tried with torch's own samples."""
+"""Every fix in a dtype error message of torch's operators works, tried on torch's own operator samples."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PLANS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "bf16-true":
 LOW: dict[str, Callable[[int], bool]] = {
     "all": lambda index: True, "first": lambda index: index == 0, "rest": lambda index: index > 0,
 }  # fmt: skip
-"""Which of an operator's floating tensors are low."""
+"""Selects which floating tensors of an operator are low."""
 
 
 class Calls(nn.Module):
-    """Calls whatever it is given."""
+    """Calls any function it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Calls(nn.Module):
 
 @pytest.fixture(scope="module")
 def samples() -> list[Any]:
-    """Torch's own table of operators, with samples of their inputs; it asks for a package of which it needs a name alone."""
+    """Return torch's table of operators with sample inputs. Its module imports expecttest, of which a stub is enough."""
     lacking = "expecttest" not in sys.modules
     if lacking:
         stub = types.ModuleType("expecttest")
@@ -62,13 +62,14 @@ def samples() -> list[Any]:
     finally:
         if lacking:
             del sys.modules["expecttest"]
-        # the import forbids all that follows to set flags of torch.backends; the module in its place hides the name
+        # The import makes later changes of torch.backends flags fail; undo that. The module attribute hides the
+        # function's module.
         torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     return [op for op in home.op_db if torch.float32 in op.supported_dtypes("cpu")]
 
 
 def with_low(value: Any, low: Callable[[int], bool], dtype: torch.dtype) -> Any:
-    """Copies of all tensors, some of the floating ones in a low dtype."""
+    """Copy all tensors, some floating ones in a low dtype."""
     count = itertools.count()
 
     def copy(tensor: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def run(
 def wrong(
     plan: str, call: Callable[..., Any], given: list[Any], named: dict[str, Any], said: str
 ) -> Iterator[str]:
-    """What is wrong with what was said of a call, by doing it."""
+    """Yield what is wrong with the advice about a call, by following it."""
     operator, _, advice = said.partition(". ")
     rules = (
         re.findall(r"(ops\.[\w:]+=\w+)", advice.partition(" to the plan, as in ")[0])
@@ -103,7 +104,7 @@ def wrong(
             run(f"{plan}+{rule}", call, given, named)
         except Exception as error:
             later = str(error).rpartition("castwise: ")[2].partition(". ")[0]
-            if later == operator or not later:  # else it is the next call that fails, with advice of its own
+            if later == operator or not later:  # otherwise the next call fails, with its own advice
                 yield f"{rule} does not cure: {error}"
     write = r"self\.(given|named)\[('\w+'|\d+)\](?:\[(\d+)\])?\.to\(torch\.(\w+)\)"
     casts = re.findall(write, advice)
@@ -127,7 +128,7 @@ def wrong(
 
 @every(16)
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.filterwarnings("ignore")  # operators warn of much, in each release of something else
+@pytest.mark.filterwarnings("ignore")  # operators give many warnings, which differ between releases
 def test_the_printed_cure_cures(part: int, samples: list[Any]) -> None:
     torch.manual_seed(part)
     found, tried = [], 0
@@ -143,7 +144,7 @@ def test_the_printed_cure_cures(part: int, samples: list[Any]) -> None:
                     said = str(error)
                 try:
                     op.op(*with_low(whole, lambda index: False, dtype)[0], **sample.kwargs)
-                except Exception:  # dtypes are not what it fails for
+                except Exception:  # it fails for another reason than dtypes
                     continue
                 given, named = with_low(whole, low, dtype)
                 tried += 1
@@ -153,4 +154,4 @@ def test_the_printed_cure_cures(part: int, samples: list[Any]) -> None:
                     f"{op.name} with {kind} low under {plan}: {problem}\n{said}" for problem in problems
                 ]
     assert not found, "\n\n".join(found)
-    assert tried or part  # in some parts all operators take what they are given
+    assert tried or part  # in some parts, all operators accept mixed dtypes

@@ -1,4 +1,4 @@
-"""Floating inputs at the border of a model: rounded where nothing else would cast them, and then with a word where it matters."""
+"""Floating inputs of a model: rounded where no operator would cast them, with a warning where the rounding matters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = torch.tensor([988.49, 988.51])
 
 
 class Denoiser(nn.Module):
-    """Takes a noisy vector and a time, and keeps what it was given."""
+    """Takes a noisy vector and a time, and keeps its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def prepared(plan: Any, **how: Any) -> tuple[Amp, Any, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("plan", [*MASTERS, "bf16-master+rules=cuda", "fp16-master+ops.exp=fp32"])
 def test_inputs_pass_unrounded_where_operators_cast(plan: str) -> None:
-    """Positional, by name, in containers; through a method that is named; and training goes on."""
+    """Covers inputs by position, by name and in containers, and a named method; training continues."""
     amp, model, optimizer = prepared(plan, methods=("embed",))
     x = torch.randn(2, 8)
     amp.backward(model(x, {"t": [TIMES]}, extra=(TIMES, 3)).square().mean())
@@ -55,7 +55,7 @@ def test_inputs_pass_unrounded_where_operators_cast(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", MASTERS)
 def test_what_no_operator_takes_beside_low_weights_comes_as_fp32(plan: str) -> None:
-    """fp64, which is never autocast, and the other low format, exactly."""
+    """fp64 is never autocast; it and the other low format become fp32, the latter exactly."""
     amp, model, optimizer = prepared(plan)
     compute = Plan.preset(plan).compute_dtype
     other = torch.float16 if compute is torch.bfloat16 else torch.bfloat16
@@ -71,7 +71,7 @@ def test_what_no_operator_takes_beside_low_weights_comes_as_fp32(plan: str) -> N
 
 @pytest.mark.parametrize("plan", MASTERS)
 def test_inputs_that_meet_low_parameters(plan: str) -> None:
-    """Each operator of a model that takes an input beside a parameter of its own, without any that is cast before."""
+    """Covers each operator that combines an input with a parameter, without a cast operator in between."""
 
     class Meets(nn.Module):
         def __init__(self) -> None:
@@ -121,7 +121,7 @@ def test_numbers_that_matter(numbers: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("plan", ["bf16-true", "O2"])
 def test_no_false_alarm(plan: str) -> None:
-    """Features, masks, whole numbers that the format has, integers, one number, empty ones, equal ones, NaN."""
+    """Covers features, masks, representable whole numbers, integers, scalars, empty and constant inputs, and NaN."""
     inputs: list[Any] = [
         torch.randn(64, 3, 8, 8), torch.full((8, 8), -1e9).triu(), torch.arange(256.0), torch.arange(9999), torch.tensor(988.49),
         torch.zeros(0), torch.full((9,), 988.49), torch.tensor([float("nan"), float("inf"), 1.0]), torch.rand(32, 32) * 255, 3.0, None,
@@ -141,7 +141,7 @@ def test_only_the_first_calls_are_looked_at() -> None:
 
 
 def test_a_region_rounds_at_its_own_border() -> None:
-    """As the docs have it: a region's floating inputs are cast, whatever is around."""
+    """A region's floating inputs are cast whatever surrounds it, as documented."""
     model = nn.Sequential(Wrapped())
     plan = dataclasses.replace(Plan.preset("bf16-master"), regions=(Region("0", compute="bf16"),))
     amp = Amp(plan, device="cpu")

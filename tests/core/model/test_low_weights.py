@@ -1,4 +1,4 @@
-"""Operators whose weights a plan stores low meet wide inputs, or have no low kernels: they run all the same."""
+"""Operators with low-stored weights and fp32 inputs, or without low-precision kernels, still run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDING = {torch.bfloat16: 0.03, torch.float16: 0.004}
 
 
 class Positions(nn.Module):
-    """Embeds, adds a table that is kept in fp32, and hands the fp32 sum on."""
+    """Embeds, adds a table kept in fp32, and passes the fp32 sum on."""
 
     def __init__(self, after: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Flat(nn.Module):
 
 
 class ByHand(nn.Module):
-    """Takes its weights by functions, within a checkpoint."""
+    """Uses its weights through functions, inside a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_rows_for_low_weights_leave_those_of_the_table(base: str, device_type: s
         listed = {op for group in tables.STORED_LOW for op in group.ops.split()}
         assert {
             op for op in listed if hasattr(torch.ops.aten, op)
-        } == extra.keys()  # torch 2.14 has removed some
+        } == extra.keys()  # torch 2.14 has removed some operators
 
 
 # --- operators without low kernels -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a plan makes of a model: pure, complete and readable."""
+"""Resolving a plan for a model: pure, complete and readable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITHOUT_AUTOCASTING = ["bf16-true", "fp16-true", "O2", "O3", "naive"]
 
 
 class State(nn.Module):
-    """Everything that models keep in buffers."""
+    """Every kind of state that models keep in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_state_that_a_model_keeps_is_not_a_weight(name: str) -> None:
         narrowed = {key for key in dtypes if dtypes[key] is not before[key]}
         assert narrowed == ({"mask"} if name in WITHOUT_AUTOCASTING else set())
         assert float(model.steps) == 300.0  # bf16 stops at 256
-        # an EMA in bf16 stays at 1.0, where a step of 0.001 is rounded away
+        # An EMA in bf16 stays at 1.0, because a step of 0.001 is rounded away.
         torch.testing.assert_close(model.ema, torch.full((3,), 2 - 0.999**300), rtol=1e-4, atol=0)
         amp.backward(1e-3 * model(torch.randn(4, 8)).square().mean())
         assert not amp.step(optimizer).skipped

@@ -1,4 +1,4 @@
-"""Models with scripted or traced parts, and prepared models that are exported: by the plan, or refused in words."""
+"""Models with scripted or traced parts, and exports of prepared models: they follow the plan or raise a clear error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from castwise.errors import PatternError, StateError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit"),
-    pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),  # torch's own, of BatchNorm
+    pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),  # from torch, for BatchNorm
 ]
 KINDS = ("scripted", "traced")
 
@@ -122,13 +122,13 @@ def test_export_of_casts_is_refused(plan: str) -> None:
         torch.export.export(model, example)
     with pytest.raises(Exception, match=r"torch.export of a prepared Sequential: .*amp.close\(\)"):
         torch.export.export(model, example, strict=True)
-    model(*example)  # as before
+    model(*example)  # still works
     amp.close()
     torch.testing.assert_close(torch.export.export(model, example).module()(*example), model(*example))
 
 
 class Block(nn.Module):
-    """An autocast inside forward, made there or before."""
+    """An autocast region inside forward, created there or earlier."""
 
     def __init__(self, plan: Any, made_before: bool) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_export_of_an_autocast_inside_forward(plan: Any, made_before: bool, stri
     if ours:
         with pytest.raises(Exception, match=r"torch.export of castwise.autocast: .*strict=False"):
             torch.export.export(model, (x,), strict=strict)
-        if RELEASE < (2, 13):  # its failed export leaves a hook of all modules, which holds this one
+        if RELEASE < (2, 13):  # the failed export leaves a global module hook that holds this model
             torch.nn.modules.module._global_buffer_registration_hooks.clear()
     else:
         exported = torch.export.export(model, (x,), strict=strict).module()(x)
@@ -162,7 +162,7 @@ def test_export_of_an_autocast_inside_forward(plan: Any, made_before: bool, stri
     assert all(map(torch.equal, model(x), expected))
     assert not torch.is_autocast_enabled("cpu")
     del model
-    frames._kept.clear()  # those of blocks, kept for their backward passes
+    frames._kept.clear()  # frames kept for backward passes
     gc.collect()
     assert not kernels.registered("cpu")
 

@@ -1,4 +1,4 @@
-"""Tables that a model keeps in buffers stay as exact as they are, and the model runs all the same."""
+"""Tables in a model's buffers keep their precision, and the model runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sines(length: int, width: int) -> Tensor:
 
 
 class PositionalEncoding(nn.Module):
-    """As in the tutorials of torch: a table and no parameters."""
+    """The positional encoding of torch's tutorials: a table without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PositionalEncoding(nn.Module):
 
 
 class Codebook(nn.Module):
-    """As in VQ-VAE: what it looks up is an average of what it has seen."""
+    """A VQ-VAE codebook: it looks up averages of earlier inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Codebook(nn.Module):
 
 
 class Angles(nn.Module):
-    """Angles in a table, of which every turn counts."""
+    """A table of large angles, whose precision matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Angles(nn.Module):
 
 
 class Attention(nn.Module):
-    """Rotates by tables of its own, beside parameters."""
+    """Rotates by its own tables, beside parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class Around(nn.Module):
-    """A model that adds a table of its own and takes some of its weights by hand."""
+    """Adds its own table, and uses some of its weights through functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_tables_where_operators_are_cast_get_no_border() -> None:
         assert castwise.Amp(name, device="cpu").resolve(around(Attention)).borders == ()
 
 
-# --- regions say otherwise ------------------------------------------------------------------------------------------
+# --- regions that set a format for tables ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_models_of_transformers_with_tables_train_and_run(kind: str, more: dict[
 
 
 class FromOutside(nn.Module):
-    """Reads the table of another module, whose border it therefore passes by."""
+    """Reads the table of another module without calling it, so that module's border does not apply."""
 
     def __init__(self) -> None:
         super().__init__()

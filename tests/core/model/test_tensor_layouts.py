@@ -1,4 +1,4 @@
-"""Parameters and buffers in other layouts than dense ones: sparse, nested, oneDNN's."""
+"""Parameters and buffers that are sparse, nested or in oneDNN's layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def table() -> torch.Tensor:
 
 
 class Graph(nn.Module):
-    """A layer, and a matrix that it has as a buffer; ``runs`` multiplies with it."""
+    """A layer with a matrix in a buffer; ``runs`` multiplies by the matrix."""
 
     def __init__(self, layout: str, runs: bool = False) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Graph(nn.Module):
 
 
 class Trained(nn.Module):
-    """A sparse matrix that is trained."""
+    """A trained sparse matrix."""
 
     def __init__(self, layout: str, product: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_buffers_of_any_layout_are_kept(layout: str, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "fp16-mixed"])
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_sparse_parameters_train_as_in_plain_torch(layout: str, plan: str, momentum: float) -> None:
-    """Only these two train there; the model is one whose operators no plan casts."""
+    """Plain torch trains only these two layouts; the model uses operators that no plan casts."""
 
     def product(matrix: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return (matrix.to_dense() * x).sum(1)
@@ -132,7 +132,7 @@ def test_parameters_that_a_plan_would_store_low_are_refused_in_words(layout: str
 
 
 def test_diagnoses_take_them() -> None:
-    """Those in coordinates; a copy of the others, which experiments need, is more than torch can make."""
+    """Only COO tensors: experiments need a copy of the model, and torch cannot copy the other layouts."""
 
     def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()

@@ -1,4 +1,4 @@
-"""The self-checks on a release of torch that was not tested: they pass on this one, and each finds what it stands for."""
+"""Self-checks on an untested torch release: they pass on this release, and each detects its fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.here import DEVICE
 
 @pytest.fixture(autouse=True)
 def unasked() -> Iterator[None]:
-    """As in a fresh process, before and after."""
+    """Reset the check's cache before and after each test, as in a new process."""
     canary.check_torch.cache_clear()
     yield
     canary.check_torch.cache_clear()

@@ -1,4 +1,4 @@
-"""Plans that compile: prepare does it in place, close takes it off, and every command obeys."""
+"""Plans that compile: prepare compiles in place, close undoes it, and all commands use it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [
         not hasattr(torch.compiler, "set_default_backend"), reason="this torch compiles by Inductor alone"
     ),
     pytest.mark.skipif(DEVICE == "sim", reason="torch.compile cannot compile for the simulated device"),
-    # Dynamo itself looks at .grad of the input of a resumed frame.
+    # Dynamo reads .grad of the input of a resumed frame.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 HERE = torch.device(DEVICE)
@@ -45,7 +45,7 @@ TINY = str(Path(__file__).parents[2] / "commands" / "jobs" / "tiny_workloads.py"
 
 @pytest.fixture(autouse=True)
 def traced_only() -> Iterator[None]:
-    """Graphs are traced and run by torch's kernels, which takes a tenth of a second where Inductor takes many."""
+    """Trace graphs and run them with torch's kernels: 0.1 s where Inductor takes many seconds."""
     torch._dynamo.reset()
     torch.compiler.set_default_backend("aot_eager")
     yield
@@ -106,14 +106,14 @@ def test_prepare_compiles_in_place_and_close_takes_it_off(line: str) -> None:
     assert graphs() == start + 1
     with castwise.Amp(
         "bf16-mixed+compile=default+output=as_is", device=DEVICE
-    ) as amp:  # and again, by another plan
+    ) as amp:  # compile again under another plan
         amp.prepare(model)
         assert model(X).dtype is torch.bfloat16
         assert graphs() == start + 2
 
 
 def test_whatever_class_a_model_has_it_is_compiled() -> None:
-    """Torch's own ``module.compile()`` leaves torch's classes to Python, hooks and all."""
+    """Torch's own ``module.compile()`` leaves torch's module classes, including their hooks, uncompiled."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     with castwise.Amp("fp32+compile=default", device=DEVICE) as amp:
         amp.prepare(model)
@@ -123,7 +123,7 @@ def test_whatever_class_a_model_has_it_is_compiled() -> None:
 
 
 def test_models_of_one_class_are_compiled_each_for_itself_and_all_of_them() -> None:
-    """Dynamo gives a code object up that it has compiled eight times, and torch's own is one for all modules."""
+    """Dynamo gives up on a code object after eight compilations, and all modules share torch's ``__call__``."""
     formats = [torch.bfloat16, torch.float16] * 6
     models = [Net() for _ in formats]
     start = graphs()
@@ -158,7 +158,8 @@ def test_a_model_that_is_compiled_already_is_refused(compiled: Callable[[nn.Modu
         "before torch.compile, or use a plan with compile='as_given', which leaves compiling to you"
     )
     assert given(model) == before
-    with castwise.Amp("bf16-mixed+output=as_is", device=DEVICE) as amp:  # as given: it stays compiled
+    # Compile="as_given": it stays compiled.
+    with castwise.Amp("bf16-mixed+output=as_is", device=DEVICE) as amp:
         amp.prepare(run)
         start = graphs()
         assert run(X).dtype is torch.bfloat16
@@ -166,7 +167,7 @@ def test_a_model_that_is_compiled_already_is_refused(compiled: Callable[[nn.Modu
 
 
 def test_a_build_of_torch_without_dynamo_runs_every_plan_that_does_not_compile(tmp_path: Path) -> None:
-    """Without Dynamo, torch's own optimizers do not work, so this is inference."""
+    """Torch's optimizers need Dynamo, so the test runs inference."""
     code = """
         import sys
         sys.modules["torch._dynamo"] = None  # an import of it fails
@@ -212,7 +213,8 @@ def test_copies_and_replicas_run_by_the_plan_uncompiled() -> None:
             model._replicate_for_data_parallel(),
         ):
             assert torch.equal(other(X), want)
-        assert torch.equal(pickle.loads(pickle.dumps(model))(X), Net().forward(X))  # which has no plan
+        # The unpickled model has no plan.
+        assert torch.equal(pickle.loads(pickle.dumps(model))(X), Net().forward(X))
         assert graphs() == start
 
 
@@ -295,7 +297,8 @@ def test_runs_obey_the_plan_and_count_what_compiling_took() -> None:
     with run.evaluating() as model:
         model(next(iter(workload().batches(0)))[0])
     run.block(1)
-    assert (run.compilations, run.compile_s) == taken  # neither the other's nor the evaluation's
+    # Excludes compilations of the other run and of the evaluation.
+    assert (run.compilations, run.compile_s) == taken
     for each in (run, eager, called):
         each.close()
 
@@ -344,7 +347,7 @@ def test_the_bench_compiles_and_says_how_long_it_took() -> None:
     assert (plain.notes, compiled.status) == ((), "ok")
     (note,) = compiled.notes
     assert note.startswith("compiling took ")
-    assert graphs() >= start + 2  # a training and an inference
+    assert graphs() >= start + 2  # one for training and one for inference
     assert compiled.losses == pytest.approx(plain.losses, rel=2**-6)
 
 

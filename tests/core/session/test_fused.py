@@ -1,4 +1,4 @@
-"""Fused kernels that update what they are given, and the one that does not."""
+"""Fused kernels update their parameters, except one that does not."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def stepped(kind: Any, dtype: torch.dtype, fused: bool) -> torch.Tensor:
     return parameter.detach()
 
 
-@pytest.mark.cpu  # the fault is that of the CPU's kernel
+@pytest.mark.cpu  # the defect is in the CPU kernel
 @pytest.mark.parametrize("dtype", LOW)
 def test_whether_torchs_fused_sgd_updates_low_parameters_on_a_cpu_is_known(dtype: torch.dtype) -> None:
-    """It does since torch 2.14."""
+    """Torch's kernel does since torch 2.14."""
     right = torch.equal(stepped(SGD, dtype, fused=True), stepped(SGD, dtype, fused=False))
     assert right is _torch.optimizers.fused_sgd_updates_low()
 
@@ -37,14 +37,14 @@ def test_whether_torchs_fused_sgd_updates_low_parameters_on_a_cpu_is_known(dtype
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize(
     "kind", [Adam, AdamW, *([Adagrad] if DEVICE != "cuda" else [])]
-)  # which has no such kernel
+)  # there is no such kernel
 def test_others_update_low_parameters(kind: Any, dtype: torch.dtype) -> None:
     fused = stepped(kind, dtype, fused=True)
     torch.testing.assert_close(fused, stepped(kind, dtype, fused=False))
     assert (fused < 1.0).all()
 
 
-@pytest.mark.cpu  # the fault is that of the CPU's kernel
+@pytest.mark.cpu  # the defect is in the CPU kernel
 @pytest.mark.parametrize(
     ("line", "fused"),
     [
@@ -90,7 +90,8 @@ def test_an_eps_that_is_zero_in_the_format_of_the_weights_is_said(
     with warnings.catch_warnings(record=True) as heard, Amp(plan, device=DEVICE) as amp:
         warnings.simplefilter("always")
         amp.prepare(model, optimizer)
-        amp.scale(model(torch.tensor([[1.0, 0.0]])).sum()).backward()  # half of the weights have no gradient
+        # Half of the weights have zero gradients.
+        amp.scale(model(torch.tensor([[1.0, 0.0]])).sum()).backward()
         amp.unscale_(optimizer)
         amp.step(optimizer)
         assert all(p.isfinite().all() for p in model.parameters()) is not said
@@ -101,7 +102,7 @@ def test_an_eps_that_is_zero_in_the_format_of_the_weights_is_said(
 
 @pytest.mark.parametrize("line", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true"])
 def test_a_state_of_an_optimizer_that_was_not_fused_can_be_loaded(line: str) -> None:
-    """Its options come with it; the plan's hold."""
+    """The loaded options include fused=False, but the plan's choice applies."""
 
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a step costs for each parameter and each module, in calls of functions: times would depend on the machine."""
+"""The cost of a step per parameter and per module, in function calls: times would depend on the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Step = Callable[[], object]
 
 
 class Vectors(nn.Module):
-    """A model that is all parameters: two operators use them, however many they are."""
+    """A model of parameters only: two operators use them, however many there are."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Vectors(nn.Module):
 
 
 class Beside(nn.Module):
-    """A model of modules side by side."""
+    """A model of parallel modules."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Beside(nn.Module):
 
 
 def calls(run: Callable[[], object]) -> Counter[str]:
-    """The functions that are called meanwhile, with how often, in Python and in C."""
+    """Count the Python and C function calls during a run, by name."""
     found: Counter[str] = Counter()
 
     def note(frame: Any, event: str, what: Any) -> None:
@@ -54,7 +54,7 @@ def calls(run: Callable[[], object]) -> Counter[str]:
         elif event == "c_call":
             found[what.__qualname__] += 1
 
-    gc.collect()  # finalizers of what other tests left behind would count
+    gc.collect()  # so that finalizers of other tests are not counted
     sys.setprofile(note)
     try:
         run()
@@ -64,15 +64,13 @@ def calls(run: Callable[[], object]) -> Counter[str]:
 
 
 def growth(make: Callable[[int], Step]) -> float:
-    """How many calls a step makes for each further parameter or module."""
+    """Return how many calls a step makes per additional parameter or module."""
     counts = []
     for size in (100, 200):
         step = make(size)
-        for _ in range(5):  # some of the first steps look for mistakes
+        for _ in range(5):  # some of the first steps check for mistakes
             step()
-        counts.append(
-            min(calls(step).total() for _ in range(3))
-        )  # a look for mistakes comes by chance, now and then
+        counts.append(min(calls(step).total() for _ in range(3)))  # later checks for mistakes occur at random
     return (counts[1] - counts[0]) / 100
 
 
@@ -120,24 +118,24 @@ def by_hand(plan: str, kind: Any, size: int) -> Step:
     return step
 
 
-@pytest.mark.cpu  # torch's default device adds calls of its own
+@pytest.mark.cpu  # torch's default device adds its own calls
 @pytest.mark.parametrize("kind", [Vectors, Beside])
 @pytest.mark.parametrize(
     "plan", ["bf16-mixed", "bf16-true", "bf16-master", "fp16-mixed+loss_scale.init=1024"]
 )
 def test_a_step_calls_no_more_functions_per_parameter_than_the_loop_by_hand(plan: str, kind: Any) -> None:
-    """A tenth more at most: every parameter and every module costs what it costs without castwise."""
+    """At most a tenth more, so parameters and modules cost about what they cost without castwise."""
     ours = growth(lambda size: by_castwise(plan, kind, size))
     hand = growth(lambda size: by_hand(plan, kind, size))
     assert 0 < ours <= 1.1 * hand
 
 
-@pytest.mark.cpu  # torch's default device adds calls of its own
+@pytest.mark.cpu  # torch's default device adds its own calls
 @pytest.mark.parametrize(("kind", "most"), [(Vectors, (450, 150)), (Beside, (1350, 400))])
 def test_preparing_and_closing_walk_over_parameters_a_fixed_number_of_times(
     kind: Any, most: tuple[int, int]
 ) -> None:
-    """The calls for each parameter, or module with two, are as many in a model of any size."""
+    """The number of calls per parameter, or per module with two parameters, does not depend on the model's size."""
     counts: list[tuple[int, int]] = []
     for size in (5, 100, 200, 400):
         model = kind(size)
@@ -151,7 +149,7 @@ def test_preparing_and_closing_walk_over_parameters_a_fixed_number_of_times(
 
 
 def test_no_garbage_is_collected_while_a_model_is_prepared_or_closed() -> None:
-    """A collection walks through all objects of the process; preparing 10,000 parameters would start several."""
+    """A garbage collection visits all objects of the process; preparing 10,000 parameters would start several."""
     model = Vectors(500)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, foreach=True)
     amp = castwise.Amp("bf16-master", device=DEVICE)
@@ -177,7 +175,7 @@ def test_no_garbage_is_collected_while_a_model_is_prepared_or_closed() -> None:
 def test_closing_turns_the_collector_on_after_an_interrupt_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Wherever it came, and off it stays where it was off before."""
+    """The collector is on again wherever the interrupt came, and stays off if it was off before."""
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -202,7 +200,9 @@ def test_closing_turns_the_collector_on_after_an_interrupt_in_between(
 def test_a_second_trained_model_does_not_cost_a_walk_through_the_graph_at_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where two models take turns, each backward passes the other by; looks at that become rare, and are not given up."""
+    """With two models in turn, each backward uses only one of them. Checks for bypassed models become rare but do not
+    end.
+    """
     looks = 0
     walk = _torch.autograd.uses_of_leaves
 
@@ -216,11 +216,11 @@ def test_a_second_trained_model_does_not_cost_a_walk_through_the_graph_at_every_
     for _ in range(200):
         for step in steps:
             step()
-    assert 4 < looks < 60  # of 400 backward passes; at which they happen is drawn
+    assert 4 < looks < 60  # in 400 backward passes; which of them are checked is random
 
 
 def beside_another() -> tuple[Callable[[bool], None], Callable[[], None]]:
-    """A step of a prepared model, which is called or passed by, and a step of another model."""
+    """Return a step of a prepared model, which is called or bypassed, and a step of another model."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     amp = castwise.Amp("bf16-mixed", device=DEVICE)
@@ -236,7 +236,7 @@ def beside_another() -> tuple[Callable[[bool], None], Callable[[], None]]:
 
 
 def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> None:
-    """The looks that are left out for a model come back: one of 64 backward passes is looked at, its own or the other's."""
+    """Skipped checks return: 1 of 64 backward passes is checked, whichever model it belongs to."""
     step, other = beside_another()
     for called in (True, False):
         with contextlib.nullcontext() if called else pytest.warns(UserWarning, match="was not called"):
@@ -246,7 +246,7 @@ def test_a_model_that_is_passed_by_is_noticed_after_long_turns_of_another() -> N
 
 
 def test_a_model_that_is_passed_by_in_one_of_five_turns_is_noticed() -> None:
-    """The looks that are left out are not always those of the same turn."""
+    """The skipped checks do not always fall on the same turn."""
     step, other = beside_another()
     for _ in range(10):
         step(True)
@@ -262,7 +262,7 @@ def test_a_model_that_is_passed_by_in_one_of_five_turns_is_noticed() -> None:
 
 
 def test_the_guard_calls_few_functions() -> None:
-    """A step that checks its gradients, beside one that does not: every call shows where a step takes 0.2 ms."""
+    """Compares a step that checks gradients with one that does not: in a step of 0.2 ms every call counts."""
     counts = []
     for nonfinite in ("allow", "skip"):
         step = by_castwise("bf16-mixed", Beside, 2, nonfinite=nonfinite)
@@ -271,4 +271,4 @@ def test_the_guard_calls_few_functions() -> None:
         counts.append(calls(step).total())
     assert counts[1] - counts[0] <= (
         30 if DEVICE == "cpu" else 120
-    )  # its default device calls a function at each call
+    )  # torch's default device makes a function call per operator call

@@ -1,4 +1,4 @@
-"""prepare is whole or not at all, and close gives back exactly what was there."""
+"""If prepare fails, nothing has changed; close restores exactly what was there before."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def photograph(model: nn.Module, *optimizers: torch.optim.Optimizer, values: bool = True) -> dict[str, Any]:
-    """Everything about a model and its optimizers that prepare may touch."""
+    """Return everything about a model and its optimizers that prepare may change."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     hooks = (
         "_forward_hooks",
@@ -122,7 +122,7 @@ def train(amp: castwise.Amp, model: nn.Module, optimizer: torch.optim.Optimizer,
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As many wrappers are: an Optimizer that never calls Optimizer.__init__."""
+    """An Optimizer that never calls Optimizer.__init__, like many wrappers."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -178,7 +178,7 @@ def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> N
     before, want = photograph(model, *watched), copy.deepcopy(model)(X)
     amp = castwise.Amp(plan, device=DEVICE)
     error, text = REFUSED[why]
-    for _ in range(2):  # it was not half done, so it is refused again for the same reason
+    for _ in range(2):  # nothing was changed, so the second call fails for the same reason
         with pytest.raises(error, match=text):
             amp.prepare(model, optimizer, *others, methods=methods)
         assert same(photograph(model, *watched), before)
@@ -214,7 +214,7 @@ def test_a_prepare_that_is_interrupted_is_taken_back(
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        if len(calls) == 1:  # once: what takes the changes back comes by here too
+        if len(calls) == 1:  # only once, because undoing the changes also calls this
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
@@ -223,7 +223,7 @@ def test_a_prepare_that_is_interrupted_is_taken_back(
         patch.setattr(owner, attribute, interrupt)
         with contextlib.suppress(KeyboardInterrupt):
             amp.prepare(model, optimizer)
-            amp.close()  # a plan that does not come by there
+            amp.close()  # the plan never calls this
     assert same(photograph(model, optimizer), before)
     amp.prepare(model, optimizer)
     train(amp, model, optimizer)
@@ -267,14 +267,14 @@ def test_fp64_is_never_cast(name: str) -> None:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_close_undoes_exactly_what_prepare_did(name: str, kind: str) -> None:
-    """Without a step between them weights are the very bits that they were; after some, their fp32 values."""
+    """Without a step, the weights are bitwise the original ones; after steps, their fp32 values."""
     model = Net()
     optimizer = OPTIMIZERS[kind](model.parameters())
     model(X).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     preset, fused = Plan.preset(name), "+optimizer=fused"
-    if preset.master == "none":  # what is trained is rounded for good
+    if preset.master == "none":  # trained weights are permanently rounded
         fused = "" if kind == "sgd" and preset.stores_low else fused  # refused, see test_fused
         with torch.no_grad():
             for parameter in model.parameters():
@@ -393,7 +393,7 @@ def test_an_interrupt_while_weights_are_rounded_says_which_were(monkeypatch: pyt
 
 
 def test_preparing_for_inference_takes_no_second_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No former values are held while the next are converted."""
+    """Former values are freed before the next parameters are converted."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     kept = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
     alive: list[int] = []
@@ -513,7 +513,7 @@ def test_what_has_run_compiled_is_refused(kind: str, how: str) -> None:
         compiled = torch.compile(model, backend="aot_eager")
     compiled(x)
     amp = castwise.Amp("bf16-mixed+output=as_is", device=DEVICE)
-    if (kind, how) == ("sequential", "module.compile()"):  # torch calls it in Python, hooks and all
+    if (kind, how) == ("sequential", "module.compile()"):  # torch runs its __call__ and hooks uncompiled
         amp.prepare(model)
         assert model(x).dtype is torch.bfloat16
         amp.close()
@@ -521,7 +521,7 @@ def test_what_has_run_compiled_is_refused(kind: str, how: str) -> None:
     with pytest.raises(StateError, match="already run compiled"):
         amp.prepare(model if how == "raw" else compiled)
     other = Net() if kind == "own class" else nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    amp.prepare(other)  # another module of the class has not
+    amp.prepare(other)  # another module of the class has not run compiled
     amp.close()
     torch._dynamo.reset()
 
@@ -563,7 +563,7 @@ def test_an_interrupted_forward_leaves_no_autocast_behind(
         try:
             model(x) if how == "call" else model.again(x)
         except error:
-            assert not torch.is_autocast_enabled(DEVICE)  # at once, and not when the exception is forgotten
+            assert not torch.is_autocast_enabled(DEVICE)  # immediately, not only when the exception is freed
             assert frames.depth() == 0
         model[0].error = None
         out = model(x)
@@ -639,7 +639,7 @@ def test_an_optimizer_that_is_made_later_joins(plan: str) -> None:
 def test_one_that_has_joined_is_guarded_and_let_go_with_the_session(plan: str) -> None:
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    model(X)  # the running mean moves
+    model(X)  # the running mean changes
     before = photograph(model, optimizer, values=False)
     with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model)
@@ -649,7 +649,7 @@ def test_one_that_has_joined_is_guarded_and_let_go_with_the_session(plan: str) -
         with pytest.raises(StateError, match="already prepared, by this Amp"):
             amp.prepare(model, optimizer)
     after = photograph(model, optimizer, values=False)
-    del before["state"], after["state"]  # which a fused kernel makes before it is told to skip
+    del before["state"], after["state"]  # a fused kernel creates state before it learns that it skips
     assert same(after, before)
 
 
@@ -665,7 +665,7 @@ def test_one_that_is_made_after_parameters_were_stored_low_is_refused(plan: str)
 @pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-mixed+ops.tanh=fp32"])
 @pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
 def test_a_forward_that_somebody_puts_inside_autocast_is_refused(plan: str, after: bool) -> None:
-    """As Accelerate does for a precision of its own, behind a wrapper of its own."""
+    """Accelerate does this for its own mixed precision, through its own wrapper."""
     amp, model = castwise.Amp(plan, device=DEVICE), Net()
     if after:
         amp.prepare(model)

@@ -1,4 +1,4 @@
-"""Amp in the loops that people write, against hand-written ones."""
+"""Amp in common training loops, compared with hand-written ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ready(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_plans_equal_the_hand_written_loop_bit_for_bit(dtype: torch.dtype) -> None:
-    """Forward, loss outside the region, scaling, clipping, skipped steps: the same weights at the end."""
+    """Covers forward, loss outside the region, scaling, clipping and skipped steps: the final weights are equal."""
     scaled = dtype is torch.float16
     model, batch = mlp(), data()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -95,7 +95,7 @@ def test_accumulation_equals_one_large_batch(plan: Any) -> None:
         updates.append({k: v - start[k] for k, v in amp.model_state_dict(model).items()})
         amp.close()
     for key in updates[0]:
-        # Each chunk rounds its gradients to the compute format once: eps of the format, a few times.
+        # Each chunk rounds its gradients to the compute format once: a few eps of the format.
         torch.testing.assert_close(updates[1][key], updates[0][key], rtol=0.05, atol=2e-3)
 
 
@@ -122,7 +122,7 @@ def test_several_forwards_one_backward_and_unused_parameters() -> None:
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", FP16, "fp16-master"])
 def test_gradient_penalty_by_double_backward(plan: Any) -> None:
-    """The penalty's gradients, through two backwards, agree with fp64's within the format's rounding."""
+    """The penalty's gradients, through two backward passes, equal fp64's within the format's rounding."""
     x, y = data()
 
     def total(model: nn.Module, grad: Any) -> torch.Tensor:
@@ -168,7 +168,7 @@ def test_two_losses_through_shared_parameters_add_up_at_one_scale() -> None:
     exact = mlp()
     (loss_of(exact, batch) + 100 * loss_of(exact, other)).backward()
     amp, model, optimizer = ready(Plan(compute="fp16", loss_scale=LossScale(init=256.0)))
-    amp.scaler._losses.get("second").scale.fill_(32.0)  # the losses' scales have drifted apart
+    amp.scaler._losses.get("second").scale.fill_(32.0)  # the scales of the two losses now differ
     amp.backward(loss_of(model, batch), "loss")
     amp.backward(100 * loss_of(model, other), "second")
     amp.backward(0 * loss_of(model, other), "loss")
@@ -196,7 +196,9 @@ def test_plain_scale_refuses_to_mix_losses() -> None:
 
 
 def test_the_window_rule() -> None:
-    """step(a), step(b): one window, each skips by its own gradients, the scale moves once when the next one opens."""
+    """step(a) and step(b) share one window; each skips by its own gradients, and the scale changes once, at the next
+    window.
+    """
     amp = castwise.Amp(FP16, device=DEVICE)
     model_a, model_b = mlp(0), mlp(1)
     a, b = torch.optim.SGD(model_a.parameters(), 0.1), torch.optim.SGD(model_b.parameters(), 0.1)
@@ -241,7 +243,7 @@ def test_a_scheduler_can_be_gated_by_the_result() -> None:
 # --- clipping -----------------------------------------------------------------------------------------------
 
 
-SMALL = LossScale(init=1.0)  # a larger scale would overflow, and there would be nothing to clip
+SMALL = LossScale(init=1.0)  # a larger scale would overflow, and the step would be skipped instead of clipped
 
 
 @each_value()
@@ -276,7 +278,7 @@ def test_every_way_to_clip_clips_what_is_applied(plan: Any, how: str) -> None:
 def test_what_became_infinite_after_unscaling_is_seen_by_clipping() -> None:
     amp, model, optimizer = ready(FP16)
     amp.backward(loss_of(model, data()))
-    amp.scaler.unscale_(optimizer)  # of which the session hears nothing
+    amp.scaler.unscale_(optimizer)  # bypasses the session
     next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
     assert amp.step(optimizer, max_norm=1.0).skipped
     amp.close()
@@ -395,7 +397,7 @@ def test_a_step_inside_an_ambient_region_is_seen_by_the_next_forward() -> None:
 
 
 class Encoder(nn.Module):
-    """A model with a second entry."""
+    """A model with a second entry point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +418,7 @@ def test_methods_other_than_forward() -> None:
     assert model.encode(data()[0]).dtype is torch.float32
     assert model.inside.dtype is torch.bfloat16
     assert inspect.signature(model.encode) == inspect.signature(Encoder().encode)
-    assert model.encode.__wrapped__.__func__ is Encoder.encode  # as of what functools.wraps wraps
+    assert model.encode.__wrapped__.__func__ is Encoder.encode  # set by functools.wraps
     model.inside = None
     twin = copy.deepcopy(model)
     twin.encode(data()[0])
@@ -466,7 +468,7 @@ def test_copies_of_prepared_models_run_by_the_plan() -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16-mixed", "bf16-master", "bf16-true"])
 def test_kernels_of_every_shape_are_laid_out_as_torch_lays_them_out(name: str) -> None:
-    """Of 1 x 1 ones and of single channels ``contiguous`` says that they are channels_last, and leaves them as they are."""
+    """For 1 x 1 kernels and single channels, ``contiguous`` reports channels_last and leaves the strides unchanged."""
     model = nn.Sequential(
         nn.Conv2d(4, 8, 1), nn.Conv2d(8, 1, 1), nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1, groups=2)
     )
@@ -494,7 +496,7 @@ def test_memory_format_and_fused_optimizer_of_a_plan() -> None:
     for run in (model, plain):
         optimizer = torch.optim.AdamW(run.parameters(), 0.01)
         nn.functional.mse_loss(run(x), y).backward()
-        optimizer.step()  # state exists, in contiguous strides, before the plan changes them
+        optimizer.step()  # creates state with contiguous strides before the plan changes them
         optimizer.zero_grad()
         optimizers.append(optimizer)
     amp = castwise.Amp(plan, device=DEVICE)
@@ -549,7 +551,7 @@ def test_close_leaves_what_prepare_did_not_store() -> None:
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.cpu  # bf16 inside fp32 products is for CPUs
+@pytest.mark.cpu  # bf16 inside fp32 products exists only on CPUs
 @pytest.mark.skipif(
     not castwise.core._torch.cpu.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products"
 )
@@ -591,7 +593,7 @@ def test_switching_plans_midway_keeps_optimizer_state() -> None:
                 amp.step(optimizer)
                 optimizer.zero_grad()
     steps = {int(state["step"]) for state in optimizer.state.values()}
-    assert steps <= {8, 9, 10}  # ten, less the steps that an fp16 run may skip at first: nothing starts anew
+    assert steps <= {8, 9, 10}  # ten, minus steps skipped at the start under fp16: no count restarts
     assert len(optimizer.state) == 4
     assert all(state["exp_avg"].dtype is torch.float32 for state in optimizer.state.values())
 

@@ -1,4 +1,4 @@
-"""Wrong arguments of a session and of `prepare` are told in castwise's words: call, value, what is allowed."""
+"""Errors for wrong arguments of a session and of `prepare` name the call, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.here import DEVICE
 
 @pytest.mark.parametrize("methods", [(3,), None, "encode", 7, ("forward", None)], ids=repr)
 def test_methods_that_are_no_names(methods: Any) -> None:
-    """Before anything is changed."""
+    """The error comes before anything changes."""
     model = nn.Linear(2, 2)
     before = dict(vars(model))
     with pytest.raises(StateError, match=r"prepare\(methods=.*Allowed: a sequence of names"):
@@ -27,7 +27,7 @@ def test_methods_that_are_no_names(methods: Any) -> None:
 
 @pytest.mark.parametrize("device", ["nope", "cpu:x", "", 3.5, object], ids=repr)
 def test_a_device_that_is_none(device: Any) -> None:
-    """Whatever torch says to it."""
+    """The error is castwise's, whatever torch raises."""
     with pytest.raises(DeviceError, match=r"Amp\(device=.*allowed: cpu"):
         Amp("bf16-mixed", device=device)
 
@@ -60,14 +60,14 @@ def test_a_norm_to_clip_to_that_is_none(max_norm: Any) -> None:
 
 @pytest.mark.parametrize("group", [1, -100, "world", object()], ids=lambda group: type(group).__name__)
 def test_a_group_that_is_none(group: Any) -> None:
-    """Also the number that torch gives ranks outside of a new group."""
+    """Includes the number that torch returns to ranks outside of a new group."""
     with pytest.raises(StateError, match=r"Amp\(group=.*Allowed: a process group"):
         Amp("bf16-mixed", device=DEVICE, group=group)
 
 
 @pytest.mark.parametrize("line", ["fp16-mixed", "O1"])
 def test_a_model_cast_to_fp16_after_prepare(line: str) -> None:
-    """Its gradients cannot be unscaled; torch says no more than that."""
+    """Its gradients cannot be unscaled; torch's own error says no more than that."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Amp(line, device=DEVICE) as amp:

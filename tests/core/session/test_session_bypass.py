@@ -1,4 +1,4 @@
-"""A prepared model that is trained without being called: backward says so before any gradient is added."""
+"""A prepared model trained without being called: backward raises an error before it adds any gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Holder(nn.Module):
-    """A class that only holds modules, without forward."""
+    """A module that only holds other modules and has no forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_backward_says_that_a_model_was_not_called(way: str, plan: str) -> None:
     make, run = BYPASSES[way]
     amp, model, _ = prepared(plan, make())
     before = copy.deepcopy(model.state_dict())
-    for _ in range(2):  # whoever catches it is told again
+    for _ in range(2):  # the error is raised again after it was caught
         with pytest.raises(StateError, match=r"backward: the loss was computed from .*was not called"):
             amp.backward(run(model, torch.randn(4, 8)).float().mean())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -84,7 +84,7 @@ def test_backward_says_that_a_model_was_not_called(way: str, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["bf16-master", "fp16-master", "bf16-master+rules=cuda"])
 @pytest.mark.parametrize("way", BYPASSES)
 def test_weights_that_are_stored_low_are_watched_too(way: str, plan: str) -> None:
-    """A loop that casts its inputs by itself goes past the plan's rules for operators without an error of torch's."""
+    """A loop that casts its own inputs would bypass the plan's operator rules without an error from torch."""
     make, run = BYPASSES[way]
     amp, model, _ = prepared(plan, make())
     dtype = next(model.parameters()).dtype
@@ -157,7 +157,7 @@ def test_each_cure_cures() -> None:
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_call_before_training_does_not_hide_it(raw: bool) -> None:
-    """One without gradients is no training at all; after one with them, as for a summary, the third pass is told."""
+    """A call without gradients does not count. After one with gradients, as for a summary, the third pass raises."""
     amp, model, optimizer = prepared("bf16-mixed", Net())
     with torch.no_grad():
         model(torch.randn(2, 8))
@@ -209,7 +209,7 @@ def test_a_gan_with_two_models_and_two_losses() -> None:
     gen, gen_opt = amp.prepare(g := nn.Linear(8, 8), torch.optim.SGD(g.parameters(), 0.1))
     dis, dis_opt = amp.prepare(d := nn.Linear(8, 1), torch.optim.SGD(d.parameters(), 0.1))
     for _ in range(3):
-        for _ in range(3):  # the critic first
+        for _ in range(3):  # the critic trains first
             amp.backward(dis(gen(torch.randn(4, 8)).detach()).mean())
             amp.step(dis_opt)
             dis_opt.zero_grad()
@@ -231,7 +231,7 @@ def test_a_penalty_before_the_loss_a_second_loss_and_a_late_step() -> None:
 
 
 def test_models_that_a_loss_does_not_reach() -> None:
-    """A frozen teacher, a model for later, one that only infers, and a loss by hand."""
+    """Covers a frozen teacher, a model trained later, a model for inference only, and a hand-written loss."""
     amp, model, optimizer = no_alarm()
     teacher = amp.prepare(nn.Linear(8, 1).requires_grad_(False))
     other, _ = amp.prepare(m := nn.Linear(8, 1), torch.optim.SGD(m.parameters(), 0.1))
@@ -244,7 +244,7 @@ def test_models_that_a_loss_does_not_reach() -> None:
 
 
 def test_what_no_plan_would_cast_needs_no_call() -> None:
-    """Loose parameters, tables and norms; a product with any of them is said."""
+    """Covers loose parameters, tables and norms; a matrix product with any of them does raise."""
     made: list[tuple[nn.Module, Callable[[Any], torch.Tensor]]] = [
         (nn.ParameterList([torch.ones(8)]), lambda model: (model[0] * 2).exp().sum()),
         (nn.ModuleList([nn.Embedding(4, 8), nn.LayerNorm(8)]), lambda model: model[1](model[0](torch.arange(4))).sum()),
@@ -286,7 +286,7 @@ def test_other_ways_to_run_by_the_plan() -> None:
         loss = one_by_one(model, x).mean()
     loss.float().backward()
     amp, model, _ = no_alarm(make=lambda: nn.utils.spectral_norm(nn.Linear(8, 8)))
-    for _ in range(3):  # its weight is computed in front of the border
+    for _ in range(3):  # spectral_norm computes the weight before the region's border
         amp.backward(model(x).mean())
     assert not bypass.watching(model)
 
@@ -322,7 +322,7 @@ def test_nobody_looks_once_the_model_has_run() -> None:
 
 @pytest.mark.parametrize("way", ["forward", "parts", "method"])
 def test_a_model_that_is_no_longer_called_is_told_once(way: str) -> None:
-    """As a warning: the training has run by the plan so far."""
+    """A warning only, because the training so far followed the plan."""
     amp, model, optimizer = no_alarm(make=Net)
     x = torch.randn(4, 8)
     calls = [*[model] * 3, *[lambda x: BYPASSES[way][1](model, x)] * 4, *[model] * 2]
@@ -363,7 +363,7 @@ def test_a_model_that_is_never_trained_is_not_looked_at_for_ever() -> None:
 
 
 class Solve(torch.autograd.Function):
-    """As implicit layers and adjoint methods do it: the module is called without gradients, and once more in backward."""
+    """Calls the module without gradients and again in backward, as implicit layers and adjoint methods do."""
 
     @staticmethod
     def forward(ctx: Any, model: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -380,7 +380,7 @@ class Solve(torch.autograd.Function):
 
 
 class LinearSolve(Solve):
-    """Named as a product is."""
+    """Has a name like a product operator's."""
 
 
 class Tied(nn.Module):
@@ -394,7 +394,9 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "O1"])
 def test_penalties_of_weights_alone_are_nobodys_forward(plan: str) -> None:
-    """Before the first call, and for many steps between two: the Gram matrix of a weight, and what is no product for all its name."""
+    """Before the first call and between two calls: a weight's Gram matrix, or an operator that is a product only by
+    name.
+    """
     net = Net()
     net.scale = nn.Parameter(torch.ones(1, 1, 4, 4))
     amp, model, optimizer = prepared(plan, net)
@@ -426,10 +428,11 @@ def test_a_model_that_is_called_again_in_backward(plan: str) -> None:
     loose = torch.zeros(4, 8, requires_grad=True)
     for _ in range(3):
         made = checkpoint(model, torch.arange(4), loose, use_reentrant=True)
-        amp.backward(nn.functional.linear(made, model.table.weight).mean())  # the tied weight outside
+        # Uses the tied weight outside the model.
+        amp.backward(nn.functional.linear(made, model.table.weight).mean())
         amp.step(optimizer)
         optimizer.zero_grad()
-    for _ in range(2):  # the last recomputation is a call as well
+    for _ in range(2):  # the last recomputation counts as a call
         amp.backward(nn.functional.linear(x, model.table.weight).mean())
     with pytest.raises(StateError, match=r"from table\.weight"):
         amp.backward(nn.functional.linear(x, model.table.weight).mean())
@@ -458,7 +461,7 @@ BESIDE: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "its weight": lambda model, x: x @ model.encoder.weight.t(),
     "forward": lambda model, x: model.forward(x),
 }
-"""What computes a part of a loss from a model beside its own call."""
+"""Ways to compute a part of a loss from a model besides calling it."""
 
 
 def trained_beside(plan: str, beside: Callable[[Any, torch.Tensor], torch.Tensor]) -> list[str]:

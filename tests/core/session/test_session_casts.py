@@ -1,4 +1,4 @@
-"""``model.half()`` and its like after ``prepare``: the next forward in training, or the next step, refuses."""
+"""After ``model.half()`` or a similar cast of a prepared model, the next training forward or step raises an error."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_cast_back_training_goes_on_and_closed_and_prepared_again_too() -> None:
 
 
 def test_what_is_not_trained_may_be_cast() -> None:
-    """A frozen part, and the model where it infers; a frozen part that is unfrozen then is trained, and refused."""
+    """Covers a frozen part, and inference. Once the frozen part is unfrozen, training raises an error."""
     amp, model, optimizer = prepared("bf16-mixed")
     model.body.requires_grad_(False)
     step(amp, model, optimizer)
@@ -131,7 +131,7 @@ def test_what_is_not_trained_may_be_cast() -> None:
 
 
 def test_other_prepares_and_plans_of_the_session_count() -> None:
-    """An optimizer whose second model is prepared later, an optimizer that comes later, and a change of plan."""
+    """Covers an optimizer whose second model is prepared later, one that is made later, and a change of plan."""
     first, second = Net(), Net().bfloat16()
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
     amp = Amp("bf16-mixed", device=DEVICE)
@@ -174,11 +174,11 @@ def test_an_optimizer_that_joins_later_is_looked_at() -> None:
     [("half", ""), ("bfloat16", "body"), ("double", ""), ("to half", "norm"), ("to device", "")],
 )
 def test_a_cast_there_and_back_is_said_where_bits_are_lost(plan: str, there: str, part: str) -> None:
-    """Weights of a region, or of the whole model, between two steps; masters keep theirs."""
+    """Casts the weights of a region, or of the whole model, between two steps; masters keep their values."""
     amp, model, optimizer = prepared(plan)
     step(amp, model, optimizer)
     if model.body.weight.dtype is not torch.float32 and not part:
-        part = "body"  # with the norm, which is stored in fp32, there is no one dtype to go back to
+        part = "body"  # the norm is stored in fp32, so the whole model has no single dtype to return to
     module = model.get_submodule(part)
     dtype = next(module.parameters()).dtype
     lossy = dtype is torch.float32 and there not in ("double", "to device")

@@ -1,4 +1,4 @@
-"""``Amp.change``: a running training goes on under another plan, or as it was."""
+"""``Amp.change``: a running training continues under another plan, or unchanged if the change fails."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(
 
 
 def kept(amp: Amp, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Weights and optimizer state in full precision."""
+    """Return weights and optimizer state in full precision."""
     state: dict[str, Any] = without_masters(optimizer.state_dict())["state"]
     return [*amp.model_state_dict(model).values()] + [v for one in state.values() for v in one.values()]
 
@@ -110,7 +110,7 @@ def test_who_listens_goes_on_listening() -> None:
 
 
 def left_by(act: Any, times: int = 12) -> dict[str, int]:
-    """What is alive after calls and was not before: castwise's own objects by class, and finalizers."""
+    """Count what repeated calls leave alive: castwise objects by class, and finalizers."""
 
     def alive() -> Counter[str]:
         gc.collect()
@@ -122,7 +122,7 @@ def left_by(act: Any, times: int = 12) -> dict[str, int]:
         found["finalizers"] = len(weakref.finalize._registry)  # type: ignore[attr-defined]
         return found
 
-    for _ in range(3):  # what is made once
+    for _ in range(3):  # creates objects that are made only once
         act()
     before = alive()
     for _ in range(times):

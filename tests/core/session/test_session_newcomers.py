@@ -1,4 +1,4 @@
-"""Closing: what a model got after ``prepare`` is stored as the rest of it arrived, and the model runs and trains."""
+"""After close, parts added after ``prepare`` have the format of the rest, and the model runs and trains."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def change(function: Callable[[nn.Sequential], object]) -> Callable[[nn.Sequenti
 
 class Doubled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape."""
+        """Return the doubled input."""
         return x * 2
 
     def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
-        """What :meth:`forward` doubles to ``x``."""
+        """Return the input for which :meth:`forward` gives ``x``."""
         return x / 2
 
 
@@ -112,7 +112,7 @@ def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 @pytest.mark.parametrize("plan", ["bf16-master", "O2", "bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_closed_model_is_in_one_format_and_trains(name: str, plan: str) -> None:
-    """By the optimizer of before and by a new one."""
+    """The old optimizer and a new one can train it."""
     model, optimizer = make()
     x = torch.ones(2, 8)
     with castwise.Amp(plan, device=DEVICE) as amp:
@@ -131,7 +131,7 @@ def test_a_closed_model_is_in_one_format_and_trains(name: str, plan: str) -> Non
 
 
 def test_a_model_that_arrived_low_stays_so() -> None:
-    """Also where the plan stores it in the other low format."""
+    """Also if the plan stores it in the other low format."""
     model, optimizer = make()
     model.bfloat16()
     with castwise.Amp("fp16-master", device=DEVICE) as amp:
@@ -142,7 +142,7 @@ def test_a_model_that_arrived_low_stays_so() -> None:
 
 
 def test_what_is_in_other_formats_than_the_plans_is_left() -> None:
-    """A newcomer in fp16 or fp64 in a bf16 model was made so by the user."""
+    """An added fp16 or fp64 part in a bf16 model was the user's choice."""
     model, optimizer = make()
     with castwise.Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
@@ -153,7 +153,7 @@ def test_what_is_in_other_formats_than_the_plans_is_left() -> None:
 
 
 def test_state_of_newcomers_follows() -> None:
-    """Without masters an optimizer's state is as low as the parameters."""
+    """Without masters, the optimizer state has the parameters' low format."""
     model, optimizer = make()
     x = torch.ones(2, 8)
     with castwise.Amp("bf16-true", device=DEVICE) as amp:
