@@ -1,4 +1,4 @@
-"""The scaler: torch's own by default, and each thing beyond it."""
+"""The scaler: equal to torch's by default, and each feature beyond it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD = st.sampled_from([1.0, 1.0, 1.0, float("inf"), float("nan"), -float("inf")]
 
 
 class Rig:
-    """Two little optimizers driven by one scaler, with everything observable written down."""
+    """Two small optimizers driven by one scaler, with everything observable recorded."""
 
     def __init__(self, scaler: Any, kinds: tuple[str, str], dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(0)
@@ -125,13 +125,13 @@ KINDS = st.tuples(st.sampled_from(["sgd", "adam", "fused"]), st.sampled_from(["s
     init=st.sampled_from([4.0, 65536.0, 2.0**127]),
     dtype=st.sampled_from(
         [torch.float32, torch.float32, torch.float64, torch.float16]
-        + [torch.bfloat16] * (DEVICE != "cuda")  # which torch's scaler does not unscale there
+        + [torch.bfloat16] * (DEVICE != "cuda")  # torch's CUDA scaler does not unscale bf16
     ),
 )
 def test_it_cannot_be_told_from_torchs(
     trace: Any, kinds: Any, interval: int, init: float, dtype: torch.dtype
 ) -> None:
-    """Random traces of losses, infs, NaNs, right and wrong orders of calls: every state, result and message equal."""
+    """Random traces of losses, infs, NaNs and calls in right and wrong order give equal states, results and messages."""
     theirs = Rig(torch.amp.GradScaler(DEVICE, init_scale=init, growth_interval=interval), kinds, dtype)
     ours = Rig(GradScaler(DEVICE, init_scale=init, growth_interval=interval), kinds, dtype)
     assert ours.run(trace) == theirs.run(trace)
@@ -372,7 +372,8 @@ def test_low_precision_losses_of_any_shape_are_scaled_in_fp32() -> None:
     scaler = GradScaler(DEVICE)
     assert scaler.scale(torch.ones(2, dtype=torch.float16)).dtype is torch.float32
     assert torch.isfinite(scaler.scale(torch.full((2,), 4.0, dtype=torch.float16))).all()
-    assert not torch.isfinite(torch.amp.GradScaler(DEVICE).scale(torch.full((2,), 4.0).half())).any()  # why
+    # Torch's scaler overflows here.
+    assert not torch.isfinite(torch.amp.GradScaler(DEVICE).scale(torch.full((2,), 4.0).half())).any()
     pair = scaler.scale((torch.full((2,), 4.0).half(), [torch.full((1,), 4.0).bfloat16()]))
     assert [pair[0].dtype, pair[1][0].dtype] == [torch.float32, torch.float32]
     assert pair[0].tolist() == [2.0**18] * 2

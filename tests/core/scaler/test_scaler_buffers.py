@@ -1,4 +1,4 @@
-"""Buffers after a step that was skipped since something was not finite, against copies made by hand."""
+"""Buffers after a skipped step, compared with copies made by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def norm() -> nn.Sequential:
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the floating buffers."""
+    """Copy the floating buffers."""
     floating = ((n, b) for n, b in model.named_buffers() if b.is_floating_point() or b.is_complex())
     return {name: buffer.detach().clone() for name, buffer in floating}
 
@@ -63,7 +63,7 @@ class Run:
     ) -> None:
         self.model = norm() if model is None else model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr)
-        plan = "fp16-mixed+loss_scale.init=256" if plan == "fp16-mixed" else plan  # no overflow by chance
+        plan = "fp16-mixed+loss_scale.init=256" if plan == "fp16-mixed" else plan  # no accidental overflow
         self.amp = castwise.Amp(plan, device=DEVICE, **options)
         self.amp.prepare(self.model, self.optimizer)
 
@@ -77,7 +77,7 @@ class Run:
         return self.amp.step(self.optimizer, **how)
 
 
-# --- a skipped step, whoever makes it -----------------------------------------------------------------------
+# --- a skipped step, in every way of stepping ----------------------------------------------------------------
 
 
 def _plainly(run: Run) -> None:
@@ -99,7 +99,7 @@ def _by_itself(run: Run) -> None:
 
 
 def _given_up(run: Run) -> None:
-    """By a rule of the user's: who looks after unscaling, and does not step."""
+    """Skip as user code does that checks gradients after unscaling and does not step."""
     run.amp.unscale_(run.optimizer)
     run.optimizer.zero_grad()
     run.model.eval()
@@ -133,7 +133,7 @@ def test_a_skipped_step_puts_back_what_it_poisoned(plan: str, how: str) -> None:
 @pytest.mark.parametrize("plan", ["fp32", "fp16-mixed+loss_scale.init=8", "bf16-master"])
 @pytest.mark.parametrize("then", ["cleared", "evaluated", "trained"])
 def test_a_batch_that_a_rule_left_out_is_forgotten_before_anybody_looks(plan: str, then: str) -> None:
-    """By a rule of the user's the last batch before an evaluation or a checkpoint, or one between others."""
+    """A user's check skips the last batch before an evaluation or a checkpoint, or one between two others."""
     run = Run(plan)
     run.step(batch(seed=0))
     good = held(run.model)
@@ -162,7 +162,7 @@ def test_a_batch_that_a_rule_left_out_is_forgotten_before_anybody_looks(plan: st
 @pytest.mark.parametrize("then", ["evaluated", "saved", "trained"])
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_a_batch_whose_loss_a_rule_passes_over_is_forgotten(plan: str, then: str, bad: float) -> None:
-    """Before any backward: ``if not loss.isfinite(): continue``."""
+    """The loop skips the batch before backward: ``if not loss.isfinite(): continue``."""
     run = Run(plan)
     run.step(batch(seed=0))
     good = held(run.model)
@@ -193,7 +193,7 @@ def test_an_infinity_that_a_forward_leaves_is_not_taken_for_a_batch_that_was_pas
 
 
 class Lists(nn.Module):
-    """A buffer that a forward fills with a number that is meant."""
+    """Fills a buffer with non-finite values on purpose."""
 
     seen: Tensor
 
@@ -277,14 +277,14 @@ def test_a_step_that_is_an_error_puts_them_back_too(plan: str) -> None:
 def test_a_step_that_is_made_leaves_them_and_the_next_skipped_one_too() -> None:
     run = Run(model=nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
     x = batch()
-    x[0, 1] = 1e30  # divided by an infinite deviation: the loss is finite
+    x[0, 1] = 1e30  # divided by an infinite standard deviation, the loss is finite
     assert not run.step(x).skipped
     assert held(run.model)["0.running_var"].isinf().any()
     assert run.step(batch(), factor=INF).restored == ()
     assert held(run.model)["0.running_var"].isinf().any()
 
 
-# --- whatever writes them -----------------------------------------------------------------------------------
+# --- all ways to write buffers --------------------------------------------------------------------------------
 
 
 class Writes(nn.Module):
@@ -367,7 +367,7 @@ class Instance(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Vector quantisation by averages, as libraries write it."""
+    """Vector quantisation with running averages, as libraries implement it."""
 
     size: Tensor
     sums: Tensor
@@ -427,7 +427,8 @@ MAKES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("make", MAKES)
 def test_whatever_writes_it(make: str, decides: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(model=MAKES[make]())
-    if decides == "device":  # as where a fused optimizer on an accelerator has the flag, and the host has not
+    # As with a fused optimizer on an accelerator, where only the device has the overflow flag.
+    if decides == "device":
         whole = Buffers.put_back
         monkeypatch.setattr(Buffers, "put_back", lambda self, flag=None: whole(self, torch.ones(())))
     for count in (3, 1):
@@ -437,7 +438,7 @@ def test_whatever_writes_it(make: str, decides: str, monkeypatch: pytest.MonkeyP
         result = run.step(batch(NAN))
         assert result.skipped
         now = held(run.model)
-        if "codebook" in make:  # how often codes were met stays finite
+        if "codebook" in make:  # the count of uses per code stays finite
             assert good.pop("size").shape == now.pop("size").shape
         assert same(now, good)
         assert set(result.restored) == set(run.amp.restored_buffers)
@@ -494,7 +495,7 @@ def test_buffers_and_modules_that_come_later() -> None:
     good = held(run.model)
     assert set(run.step(batch(NAN)).restored) == {"late", "norm.running_mean", "norm.running_var"}
     assert same(held(run.model), good)
-    run.model.norm = nn.BatchNorm1d(4)  # another in its place, and a buffer less
+    run.model.norm = nn.BatchNorm1d(4)  # the norm is replaced and a buffer removed
     del run.model.late
     run.model.write = lambda self, x: None
     run.step(batch(seed=3))
@@ -504,7 +505,7 @@ def test_buffers_and_modules_that_come_later() -> None:
 
 
 class Late(nn.Module):
-    """A running mean that the first forward makes."""
+    """A running mean created by the first forward."""
 
     mean: Tensor | None
 
@@ -544,7 +545,7 @@ def test_a_lazy_norm_is_kept_when_it_has_its_shape() -> None:
 
 
 def copied(run: Run) -> set[str]:
-    """Names of the buffers of which there are copies now."""
+    """Return the names of the buffers that are currently copied."""
     return {name for one in run.amp._buffers._kept for group in one()._groups for name in group.names}
 
 
@@ -557,7 +558,7 @@ def test_large_buffers_are_copied_if_training_changes_them() -> None:
     for seed in range(2):
         run.step(batch(seed=seed))
     assert copied(run) == {"mean", "small"}
-    model.table.add_(1.0)  # which versions tell
+    model.table.add_(1.0)  # version counters show it
     run.step(batch())
     assert copied(run) == {"mean", "table", "small"}
 
@@ -590,7 +591,7 @@ def test_what_cannot_be_put_back_is_said_once() -> None:
     assert run.step(batch(NAN)).restored == ()
 
 
-# --- what lies in a window ----------------------------------------------------------------------------------
+# --- several forwards in one window -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [(NAN, None), (None, NAN), (None, INF, None)])
@@ -639,7 +640,7 @@ def test_evaluation_between_is_no_window() -> None:
     run.model[1].running_mean.fill_(3.0)  # by hand, before the next forward
     good = held(run.model)
     with torch.no_grad():
-        run.model(batch(NAN))  # pseudo-labels of a bad batch
+        run.model(batch(NAN))  # pseudo-labels from a bad batch
     run.step(batch(NAN))
     assert same(held(run.model), good)
 
@@ -746,7 +747,7 @@ def test_steps_with_a_closure() -> None:
         assert same(held(model), good)
 
 
-# --- however the model runs ---------------------------------------------------------------------------------
+# --- other ways to run the model ----------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -937,7 +938,7 @@ def test_training_by_functional_calls() -> None:
 
 
 class WrittenParameters(nn.Module):
-    """Keeps averages of what it sees in parameters that it writes, as a well-known VectorQuantizerEMA does."""
+    """Keeps running averages in parameters that it writes itself, as a well-known VectorQuantizerEMA does."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

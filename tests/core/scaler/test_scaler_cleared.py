@@ -1,4 +1,4 @@
-"""Gradients that are made of copies of scaled ones, after ``zero_grad()``: refused where they are stepped, and no others."""
+"""Gradients computed from copies of scaled ones after ``zero_grad()``: only these are refused at the step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def net() -> nn.Module:
 
 
 def pcgrad(grads: Sequence[Tensor]) -> Tensor:
-    """Of each conflicting pair, one is projected onto the plane that the other is normal to."""
+    """Project one gradient of each conflicting pair onto the plane normal to the other."""
     merged = [grad.clone() for grad in grads]
     for mine in merged:
         for other in grads:
@@ -107,7 +107,7 @@ def test_the_cures_of_the_message_train_as_fp32_does(plan: str, how: str, way: s
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["reptile", "inner adam", "true", "noise"])
 def test_gradients_of_ones_own_are_stepped(plan: str, kind: str) -> None:
-    """After backward passes whose gradients were cleared: differences of weights, and gradients that were divided by hand."""
+    """After backward passes with cleared gradients, the user sets weight differences or gradients unscaled by hand."""
     amp, model = Amp(plan, device=DEVICE), net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     amp.prepare(model, optimizer)
@@ -154,7 +154,7 @@ def test_a_gan_whose_critic_is_cleared_before_its_own_loss() -> None:
 
 @pytest.mark.parametrize("plan", ["fp16-mixed+loss_scale.init=64", "fp16-mixed+loss_scale.init=512"])
 def test_true_gradients_that_are_large_beside_what_was_cleared_are_stepped(plan: str) -> None:
-    """A critic whose gradients of the maker's loss are cleared, and whose own are unscaled, or computed by ``amp.grad``."""
+    """The critic's gradients from the generator's loss are cleared; its own are unscaled, or computed by ``amp.grad``."""
     amp, critic = Amp(plan, device=DEVICE), net()
     optimizer = torch.optim.SGD(critic.parameters(), 1e-6)
     amp.prepare(critic, optimizer)

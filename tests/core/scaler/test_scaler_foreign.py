@@ -1,4 +1,4 @@
-"""Loss-scaler states of Apex and Colossal-AI, there and back."""
+"""Loss-scaler states of Apex and Colossal-AI, converted in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite, under every plan."""
+"""Steps with non-finite gradients, under every plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ X = torch.randn(12, 8, generator=torch.Generator(DEVICE).manual_seed(1))
 
 
 class Run:
-    """A model under a plan, and everything that a step could change."""
+    """A model under a plan, with everything that a step could change."""
 
     def __init__(self, plan: Any, make: Callable[..., Any] | None = None, **options: Any) -> None:
         self.model = net()
@@ -44,7 +44,7 @@ class Run:
         self.amp.prepare(self.model, self.optimizer)
 
     def another(self) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
-        """A second optimizer, of a model of one parameter."""
+        """Prepare a second optimizer, for a model of one parameter."""
         model = nn.ParameterList([torch.ones(2)])
         self.kept, other = model, torch.optim.SGD(model.parameters(), 0.1)
         self.amp.prepare(model, other)
@@ -62,7 +62,7 @@ class Run:
         return evaluate
 
     def everything(self) -> list[Any]:
-        state = {  # that of a kernel which skipped its first step is there, and all zeros
+        state = {  # leave out all-zero state, which a kernel makes even when it skips its first step
             index: state
             for index, state in self.optimizer.state_dict()["state"].items()
             if any(bool(v.count_nonzero()) if isinstance(v, torch.Tensor) else v for v in state.values())
@@ -90,7 +90,7 @@ MAKERS = {
 
 HERE = sorted(
     set(PRESETS) - {"tf32", "O0", "O3"}
-)  # the first is not on every CPU, the others are presets of other names
+)  # tf32 is not on every CPU; O0 and O3 duplicate other presets
 WAYS = ["step", "max_norm", "joint", "unscaled", "value", "norm", "after", "direct"]
 
 
@@ -105,7 +105,7 @@ def test_nothing_that_is_not_finite_reaches_weights_masters_and_moments(
     run = Run(plan, MAKERS[maker])
     p, other = run.another()
     amp, optimizer = run.amp, run.optimizer
-    for _ in range(40):  # until a loss scale has found its size
+    for _ in range(40):  # until the loss scale has settled
         run.backward()
         if not amp.step(optimizer).skipped:
             break
@@ -239,7 +239,7 @@ def test_too_many_in_a_row_are_an_error(maker: str, direct: bool) -> None:
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true"])
 def test_the_error_says_when_it_is_the_weights_that_are_not_finite(plan: str) -> None:
-    """Skipped steps leave weights as they are, but an earlier update may have damaged them."""
+    """Skipped steps do not change the weights, but an earlier update may have damaged them."""
     run = Run(plan, MAKERS["adamw"], patience=2)
     run.backward(1.0)
     run.amp.step(run.optimizer)
@@ -369,7 +369,7 @@ def test_values_that_cannot_be_are_refused(options: Any, words: str) -> None:
 
 
 class Climbing(torch.optim.SGD):
-    """Evaluates where its first gradients point to, and comes back, as sharpness-aware minimisation does."""
+    """Evaluates at the point its first gradients lead to and returns, as sharpness-aware minimisation does."""
 
     def step(self, closure: Any = None) -> Any:
         (params,) = [group["params"] for group in self.param_groups]
@@ -396,7 +396,7 @@ REPEATED = {
     "line search": lambda p: torch.optim.LBFGS(p, 0.1, max_iter=5, line_search_fn="strong_wolfe"),
     "climbing": lambda p: Climbing(p, 0.1),
 }
-"""What evaluates its closure more than once in a step."""
+"""Optimizers that evaluate their closure more than once per step."""
 
 
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master", "fp16-mixed", "fp16-master"])
@@ -468,7 +468,8 @@ def test_a_step_that_no_scale_helps_lowers_it_once(maker: str) -> None:
     def closure() -> torch.Tensor:
         run.optimizer.zero_grad()
         loss = run.model(X).pow(2).mean()
-        run.amp.backward(loss + 0.0 * (run.model[0].weight.sum() * 0.0).sqrt())  # NaN alone in the gradients
+        # Only the gradients contain NaN.
+        run.amp.backward(loss + 0.0 * (run.model[0].weight.sum() * 0.0).sqrt())
         run.amp.unscale_(run.optimizer)
         return loss
 
@@ -494,7 +495,7 @@ def test_a_closure_that_raises_while_it_is_evaluated_again_leaves_nothing_behind
 
     with pytest.raises(KeyError):
         run.optimizer.step(closure)
-    run.backward(INF)  # given up by a rule of the user's own, which is counted again
+    run.backward(INF)  # skipped by a user's own check, which counts as a new skip
     run.amp.clip_grad_norm_(run.optimizer, 1.0)
     run.backward()
     assert run.amp.skipped_steps == 1
@@ -524,7 +525,7 @@ def test_gradients_that_a_closure_clears_of_another_optimizer_are_no_skipped_ste
 
 @pytest.mark.parametrize("maker", [*REPEATED, "adam"])
 def test_gradients_from_before_a_closure_are_stepped_or_skipped_whole(maker: str) -> None:
-    """Two microbatches of which the closure runs the second: what it adds to is not made again."""
+    """The closure runs the second of two microbatches; the gradients of the first are not computed again."""
     makers = {**REPEATED, "adam": lambda p: torch.optim.Adam(p, 0.01)}
     run = Run(scaled(2.0**24), makers[maker])
     before = run.everything()
@@ -589,7 +590,7 @@ def test_allowed_gradients_may_be_unscaled_in_a_closure(maker: str) -> None:
 @pytest.mark.parametrize("maker", REPEATED)
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
 def test_an_evaluation_that_overflows_is_made_again_at_a_smaller_scale(plan: str, maker: str) -> None:
-    """Somebody else's step, which may be the only one: a plain LBFGS of a thousand iterations."""
+    """The user calls the optimizer's step, perhaps only once: a plain LBFGS step of a thousand iterations."""
     large = dataclasses.replace(castwise.Plan.parse(plan), loss_scale=castwise.LossScale(init=2.0**24))
     run = Run(large, REPEATED[maker])
     before = run.everything()
@@ -623,7 +624,7 @@ def test_a_framework_that_steps_by_a_closure_is_guarded(plan: str, keyword: bool
 
 
 class Outside(SkipsInit):
-    """Around another optimizer, and without hooks of its own, as Lookahead, TRAC and Schedule-Free's wrapper are."""
+    """Wraps an optimizer without having hooks itself, as Lookahead, TRAC and Schedule-Free's wrapper do."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -721,14 +722,15 @@ def test_a_guarded_step_reads_nothing_back(plan: str, maker: str) -> None:
     by_hand = Run("fp32", MAKERS[maker])
     by_hand.backward()
     by_hand.optimizer.step()
-    with Reads() as own:  # AdamW's, of its step counters
+    with Reads() as own:  # AdamW reads its own step counters
         by_hand.optimizer.step()
     with Reads() as reads:
         run.amp.unscale_(run.optimizer)
         assert not run.amp.step(run.optimizer).skipped
     p.grad = torch.ones(1)
     alone.step()
-    flag = DEVICE != "cpu" and maker != "fused"  # by it the host skips a step that the kernel cannot
+    # The host reads the flag to skip a step that the kernel cannot skip.
+    flag = DEVICE != "cpu" and maker != "fused"
     assert reads.count <= own.count + flag
 
 
@@ -801,7 +803,7 @@ def test_parameters_that_join_between_steps(plan: str, way: str) -> None:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("maker", ["fused", "momentum"])
 def test_a_device_that_is_not_the_hosts(maker: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator: a fused kernel gets the flag, for another optimizer the host asks for it."""
+    """As on an accelerator: a fused kernel receives the flag, and for other optimizers the host reads it."""
     monkeypatch.setattr("castwise.core.scaler.step_guard.view_on_host", lambda flag: None)
     for module in ("step_guard", "watch"):
         monkeypatch.setattr(f"castwise.core.scaler.{module}.read_on_host", lambda flags: None)

@@ -1,4 +1,4 @@
-"""Gradients that hold the loss scale, whoever replaces or clears them."""
+"""Gradients that contain the loss scale and are replaced or cleared by other code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLANS = ["fp16-mixed", "fp16-master", "O1", "O2", "fp16-true+loss_scale.init=102
 
 
 class Net(nn.Module):
-    """Parameters in an order other than the optimizer's."""
+    """Parameters in another order than the optimizer's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ def make(plan: str, model: nn.Module | None = None) -> tuple[castwise.Amp, nn.Mo
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.SGD([{"params": some} for some in (decayed, others) if some], 1.0)
-    plan += "" if "init" in plan or "bf16" in plan else "+loss_scale.init=1024"  # at which nothing overflows
+    # This scale causes no overflow.
+    plan += "" if "init" in plan or "bf16" in plan else "+loss_scale.init=1024"
     amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     return amp, model, optimizer
@@ -62,7 +63,7 @@ def one_by_one(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[nn.M
 
 
 def merged(model: nn.Module) -> None:
-    """As gradient surgery does: all are computed, then set."""
+    """Compute all new gradients before setting them, as gradient surgery does."""
     grads = [parameter.grad for parameter in with_grad(model)]
     fresh = [0.5 * (grad + grad.sign()) for grad in grads]
     for parameter, grad in zip(with_grad(model), fresh, strict=True):
@@ -70,7 +71,7 @@ def merged(model: nn.Module) -> None:
 
 
 def flat(model: nn.Module) -> None:
-    """As compression and reductions in one buffer do: views of one new tensor."""
+    """Replace the gradients by views of one new buffer, as compression and bucketed reductions do."""
     buffer = torch.cat([parameter.grad.flatten() for parameter in with_grad(model)])
     for parameter in with_grad(model):
         part, buffer = buffer.split([parameter.numel(), buffer.numel() - parameter.numel()])
@@ -78,7 +79,7 @@ def flat(model: nn.Module) -> None:
 
 
 def hidden_first(model: nn.Module) -> None:
-    """One is cleared, as who freezes a layer does, and the others are replaced."""
+    """Clear one gradient, as when a layer is frozen, and replace the others."""
     model.a.weight.grad = None
     one_by_one(torch.Tensor.clone)(model)
 
@@ -126,7 +127,7 @@ def test_what_replaces_scaled_gradients_is_not_stepped(plan: str, by: str, how: 
         with pytest.raises(StateError, match=r"were changed since the backward, or replaced"):
             call(optimizer)
     assert all(map(torch.equal, before, model.parameters()))
-    # what the errors advise
+    # Follow the advice in the errors.
     model.zero_grad()
     backward(amp, model, by)
     amp.unscale_(optimizer)
@@ -172,7 +173,7 @@ CLEARED: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
 def test_gradients_of_ones_own_are_stepped_once_the_others_are_cleared(
     plan: str, by: str, how: str, then: str
 ) -> None:
-    """As Reptile, federated averaging and evolution strategies do."""
+    """Reptile, federated averaging and evolution strategies do this."""
     amp, model, optimizer = make(plan)
     for _ in range(2):
         backward(amp, model, by)
@@ -204,7 +205,7 @@ def test_zeros_by_hand_are_at_any_scale() -> None:
 
 
 def test_replaced_gradients_are_not_scaled_a_second_time() -> None:
-    """A factor between two backward passes of a window acts on what is there."""
+    """A factor applied to the gradients between two backward passes is kept."""
     amp, model, optimizer = make("fp16-mixed+loss_scale.init=64")
     plain = Net()
     for factor in (1.0, 0.5):
@@ -230,7 +231,7 @@ def test_replaced_gradients_come_to_a_scale_of_one_at_close() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As DPOptimizer of Opacus: torch's constructor never ran, and step replaces each gradient before its base steps."""
+    """A wrapper like Opacus' DPOptimizer: never runs torch's constructor, and step replaces each gradient first."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base = base
@@ -274,7 +275,7 @@ def test_sparse_gradients_that_are_replaced() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     amp = castwise.Amp("fp16-mixed+loss_scale.init=1024", device=DEVICE)
     amp.prepare(model, optimizer)
-    for _ in range(2):  # torch puts a new sparse tensor in the place of the first
+    for _ in range(2):  # torch replaces the first sparse tensor by a new one
         amp.backward(model(torch.tensor([1, 2])).square().mean())
     assert amp.step(optimizer)
     optimizer.zero_grad()
@@ -285,7 +286,7 @@ def test_sparse_gradients_that_are_replaced() -> None:
 
 
 def test_nobody_is_told_of_clearing_when_the_last_session_has_gone() -> None:
-    for _ in range(3):  # what hooks of sessions hold goes last
+    for _ in range(3):  # objects held by the sessions' hooks are freed last
         gc.collect()
     before = len(_torch.optimizers.clearing._looks)
     first, *_ = make("fp16-mixed")
@@ -399,7 +400,7 @@ def test_a_gradient_of_inputs_alone_leaves_pseudo_gradients_free() -> None:
 
 @pytest.mark.parametrize("clear", [True, False])
 def test_true_gradients_set_by_hand_are_stepped_and_move_the_scale(clear: bool) -> None:
-    """As gradient surgery and first-order meta-learning do; each round sets all gradients anew, cleared or not."""
+    """Gradient surgery and first-order meta-learning do this; each round sets all gradients, cleared or not."""
     amp, model, optimizer = make("fp16-mixed+loss_scale.init=65536")
     optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1e-6
     for _ in range(12):
@@ -410,7 +411,7 @@ def test_true_gradients_set_by_hand_are_stepped_and_move_the_scale(clear: bool) 
             optimizer.zero_grad()
     assert 0 < amp.skipped_steps < 12
     assert amp.get_scale() == 65536 / 2**amp.skipped_steps
-    backward(amp, model, "backward")  # on top of what lies there, which has no scale in it
+    backward(amp, model, "backward")  # adds to gradients that contain no scale
     amp.unscale_(optimizer)
     assert model.b.bias.grad.abs().max() < 1e3
 

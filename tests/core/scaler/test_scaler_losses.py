@@ -1,4 +1,4 @@
-"""A scale per named loss: gradients never meet at different scales, and each loss answers for its own overflow."""
+"""A scale per named loss: gradients are never added at different scales, and each overflow is attributed to its loss."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ WINDOW = st.lists(
 def test_any_mixture_of_losses_is_unscaled_exactly(
     window: list[tuple[str, int, int]], exponents: tuple[int, int, int], clear: bool
 ) -> None:
-    """Whole factors and powers of two as scales: every sum is exact, so the gradients must be."""
+    """With integer factors and powers of two as scales every sum is exact, so the gradients must be exact."""
     p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([p, q], 0.0)
     scaler = GradScaler(DEVICE, init_scale=2.0)
@@ -109,7 +109,7 @@ def test_any_mixture_of_losses_is_unscaled_exactly(
             scaler.backward(loss, name, params=[p, q])
             want = [w + factor * (reached >> i & 1) for i, w in enumerate(want)]
     if scaler._losses.is_first("d"):
-        return  # no loss reached anything
+        return  # no loss had gradients
     scaler.unscale_(optimizer)
     for parameter, value in zip((p, q), want, strict=True):
         got = torch.zeros(4) if parameter.grad is None else parameter.grad
@@ -119,7 +119,7 @@ def test_any_mixture_of_losses_is_unscaled_exactly(
 @pytest.mark.sparse
 @pytest.mark.parametrize("order", [1, -1], ids=["sparse first", "dense first"])
 def test_sparse_and_dense_gradients_of_one_weight_add_up(order: int) -> None:
-    """Of an embedding that one loss looks up and another uses as a matrix, as tied ones are."""
+    """A tied embedding: one loss looks it up, another uses it as a matrix."""
     weight = nn.Parameter(torch.ones(4, 2))
     scaler = GradScaler(DEVICE, init_scale=8.0)
     looked_up = nn.functional.embedding(torch.tensor([1, 1]), weight, sparse=True).sum()
@@ -147,7 +147,7 @@ def test_an_overflow_counts_although_its_gradients_were_cleared() -> None:
 
 
 def test_an_overflow_at_the_windows_scale_shrinks_that() -> None:
-    """Both losses are finite at scales of their own; one is too large at the other's, so skipping must end."""
+    """Each loss is finite at its own scale, but one overflows at the other's; the skipping must end."""
     p = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([p], 0.0)
     scaler = GradScaler(DEVICE, init_scale=2.0**100)
@@ -174,7 +174,7 @@ def test_a_scale_set_by_hand_is_the_windows_and_the_others_still_move() -> None:
     scaler.step(optimizer)
     scaler.update(2.0)
     assert (scaler.get_scale("a"), scaler.get_scale("b")) == (2.0, 4.0)
-    scaler.update(16.0)  # no window is open: the default loss
+    scaler.update(16.0)  # no window is open, so it sets the default loss
     assert (scaler.get_scale(), scaler.get_scale("a")) == (16.0, 2.0)
 
 
@@ -259,7 +259,7 @@ def test_saving_in_the_middle_of_a_window_changes_nothing() -> None:
 
 
 def test_a_loss_first_used_after_loading_starts_as_without_saving() -> None:
-    """The initial scale is the scaler's own, not the saved one of another loss."""
+    """The initial scale comes from the scaler, not from another loss's saved scale."""
     scaler = GradScaler(DEVICE, init_scale=8.0, hysteresis=3)
     scaler.load_state_dict({
         **scaler.state_dict(),
@@ -282,7 +282,7 @@ def test_asking_for_a_loss_does_not_make_one() -> None:
 
 
 def test_the_order_of_losses_survives_uses_in_another_order() -> None:
-    """Apex's states go by position."""
+    """Apex identifies loss scalers by position."""
     saved = from_apex({f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(4)})
     scaler = GradScaler(DEVICE)
     scaler.load_state_dict(saved)
@@ -294,7 +294,7 @@ def test_the_order_of_losses_survives_uses_in_another_order() -> None:
 
 
 def test_a_list_of_losses_is_one_backward() -> None:
-    """As ``scale`` takes it."""
+    """``scale`` accepts a list as well."""
     weight = nn.Parameter(torch.ones(2))
     scaler = GradScaler(DEVICE, init_scale=8.0)
     scaler.backward([weight.sum(), 2 * weight.sum()], params=[weight])  # type: ignore[arg-type]

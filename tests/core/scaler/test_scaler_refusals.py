@@ -1,4 +1,4 @@
-"""What torch's scaler refuses is refused here, under every plan; gradients that are computed for a penalty."""
+"""Calls that torch's scaler refuses are refused under every plan; also, gradients computed for a penalty."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_second_step_by_the_same_gradients_is_refused(plan: str, way: str) -> 
     ):
         amp.step(optimizer, max_norm=1.0 if way == "max_norm" else None)
     assert torch.equal(weights, model.weight)
-    amp.backward(loss_of(model))  # on top of what is there, as torch does it
+    amp.backward(loss_of(model))  # adds to the existing gradients, as torch does
     assert bool(amp.step(optimizer)) is (way != "skipped")
     amp.close()
 
@@ -64,7 +64,7 @@ def test_a_second_step_by_the_same_gradients_is_refused(plan: str, way: str) -> 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("by", ["amp", "loss"])
 def test_the_loops_that_there_are_raise_no_alarm(plan: str, zeros: bool, by: str) -> None:
-    """Accumulated, with a graph that is kept, with gradients of one's own, with an optimizer whose part rests."""
+    """Covers accumulation, retained graphs, gradients set by hand, and an optimizer whose part gets no gradients."""
     scaled = castwise.Plan.preset(plan).loss_scale is not None
     amp, model, optimizer = make(plan + ("+loss_scale.init=8" if scaled else ""))
     if by == "loss" and scaled:
@@ -215,7 +215,7 @@ def test_gradients_for_a_penalty_are_fp32_at_least(plan: str) -> None:
 
 
 class Gan:
-    """A WGAN-GP whose critic overflows at the first scales and whose generator never does."""
+    """A WGAN-GP: the critic overflows at the first scales, the generator never."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Steps that a user's own rule leaves out, and skips in a row of optimizers and losses that take turns."""
+"""Steps that the user's own check leaves out, and consecutive skips with alternating optimizers and losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.here import DEVICE
 from tests.soak import each_value
 
 FACTOR = 500.0
-"""Of the outputs, so that the first scales overflow in fp16."""
+"""Multiplies the outputs, so that fp16 overflows at the first scales."""
 
 
 def net() -> nn.Linear:
@@ -45,7 +45,7 @@ CLEAR: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 
 
 def by_hand(steps: int) -> tuple[int, list[float]]:
-    """The rule in a loop of torch.amp, with update() whether a step is made or not."""
+    """Run the check in a torch.amp loop, calling update() with or without a step."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     scaler = torch.amp.GradScaler(DEVICE)
@@ -103,7 +103,7 @@ def test_a_users_own_rule_counts_as_an_overflow(plan: str, clear: str, look: str
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-mixed+optimizer=fused", "fp16-master"])
 @pytest.mark.parametrize("several", [False, True])
 def test_gradients_that_were_returned_and_left_count_as_an_overflow(plan: str, several: bool) -> None:
-    """With a second optimizer that steps in each round, too, by gradients of a loss of its own."""
+    """Optionally, a second optimizer steps in each round on its own loss."""
     model, other = net(), net()
     optimizer, healthy = (torch.optim.SGD(m.parameters(), 1e-3) for m in (model, other))
     amp = castwise.Amp(plan, device=DEVICE)
@@ -137,7 +137,7 @@ def test_gradients_that_were_returned_and_left_count_as_an_overflow(plan: str, s
 
 
 def test_returned_gradients_of_inputs_and_with_a_graph_move_no_scale() -> None:
-    """Those show in the step that follows."""
+    """An overflow in them shows at the next step."""
     model = net()
     amp = castwise.Amp("fp16-mixed", device=DEVICE)
     amp.prepare(model, torch.optim.SGD(model.parameters(), 1e-3))
@@ -197,7 +197,7 @@ def test_a_state_saved_right_after_a_step_was_left_out_has_the_scale_that_comes(
     amp.backward(model(torch.ones(2, 4)).sum() * math.inf)
     amp.unscale_(optimizer)
     CLEAR[clear](model, optimizer)
-    for _ in range(2):  # asking changes nothing
+    for _ in range(2):  # reading the counts changes nothing
         assert amp.get_scale() == amp.state_dict()["scaler"]["scale"] == 2.0**15
     amp.backward(model(torch.ones(2, 4)).sum())
     assert amp.get_scale() == 2.0**15
@@ -241,11 +241,11 @@ def test_what_is_set_after_a_rule_cleared_is_stepped_by_itself() -> None:
     assert amp.get_scale() == 2.0**14
 
 
-# --- skips in a row -----------------------------------------------------------------------------------------
+# --- consecutive skips -----------------------------------------------------------------------------------------
 
 
 def taking_turns(plan: Any, way: str, steps: int, names: tuple[str, str] = ("loss", "loss")) -> castwise.Amp:
-    """Two optimizers, of which one never has a finite gradient."""
+    """Alternate two optimizers, one of which never has finite gradients."""
     model = Two()
     a, b = (torch.optim.SGD(model.parts[name].parameters(), 1e-3) for name in "ab")
     amp = castwise.Amp(plan, device=DEVICE, patience=5)
@@ -291,7 +291,7 @@ def test_one_optimizer_that_never_steps_is_an_error_beside_one_that_does(plan: s
 
 
 def test_one_loss_that_always_overflows_is_an_error_beside_one_that_does_not() -> None:
-    """One optimizer, whose steps by the other loss are sound."""
+    """There is one optimizer, whose steps for the other loss succeed."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     amp = castwise.Amp("fp16-mixed+loss_scale.floor=1024", device=DEVICE, patience=5)
@@ -313,7 +313,7 @@ def test_one_loss_that_always_overflows_is_an_error_beside_one_that_does_not() -
     assert amp.get_scale("good") == 2.0**16
 
 
-@pytest.mark.cpu  # where only a device knows of them, the host does not wait to hear
+@pytest.mark.cpu  # on a device only the device knows of them, and the host does not wait
 @pytest.mark.parametrize("plan", ["fp32", "fp16-mixed+loss_scale.floor=1024"])
 def test_steps_that_a_rule_left_out_count_among_those_in_a_row(plan: str) -> None:
     model = net()

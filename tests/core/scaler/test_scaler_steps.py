@@ -1,4 +1,4 @@
-"""Steps of a scaler: agreement between ranks, outcomes without a wait, compiled loops."""
+"""Steps of a scaler: agreement between ranks, results without synchronization, compiled loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INF = float("inf")
 
 
 def another_ranks_flag(returns: bool) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """What reduces flags where another rank has found an overflow: in place, or by what it returns."""
+    """Return a reduction as if another rank had found an overflow: in place or as a return value."""
 
     def reduce(flag: torch.Tensor) -> torch.Tensor | None:
         if returns:
@@ -89,7 +89,7 @@ def test_fused_optimizers_need_no_host_sync(extras: dict[str, Any]) -> None:
     with CountSyncs() as syncs:
         scaler.scale(p.sum()).backward()
         scaler.step(plain)
-    assert syncs.count == 1  # the counter counts
+    assert syncs.count == 1  # the counter works
 
 
 def test_watching_a_floor_needs_no_host_sync() -> None:
@@ -193,7 +193,7 @@ def train_with_ranks(rank: int, fused: bool, first: bool) -> tuple[Any, ...]:
 
 
 def keep_apart_in_buckets(rank: int) -> None:
-    """Gradients that are views of DistributedDataParallel's buckets, which each backward writes to again."""
+    """Use gradients that are views of DistributedDataParallel's buckets, which each backward overwrites."""
     model = nn.Linear(2, 1, bias=False)
     parallel = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -222,7 +222,7 @@ def steps_of_ranks(rank: int, size: int) -> None:
 
 
 def test_real_ranks_agree() -> None:
-    """A fused optimizer is what torch's ShardedGradScaler gets wrong: one rank skips and the other steps."""
+    """Torch's ShardedGradScaler fails with a fused optimizer: one rank skips and the other steps."""
     world = World(2)
     world.run(steps_of_ranks)
     world.close()
@@ -273,7 +273,7 @@ def test_a_floor_is_watched_on_a_gpu(fused: bool) -> None:
 # --- compiled -----------------------------------------------------------------------------------------------
 
 
-# Dynamo itself looks at .grad of the input of a resumed frame, and Inductor still uses torch.jit.
+# Dynamo reads .grad of the input of a resumed frame, and Inductor uses torch.jit; both warn.
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_loop_with_a_fused_optimizer() -> None:
@@ -301,8 +301,8 @@ def test_scaling_is_traced_into_one_graph() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, fused=True)
     scaler = GradScaler(DEVICE, init_scale=8.0, growth_interval=2)
-    scaler.scale(torch.ones(()))  # makes the scale, which no graph may do
-    scaler.load_state_dict(scaler.state_dict())  # no window is open
+    scaler.scale(torch.ones(()))  # creates the scale, which a graph cannot do
+    scaler.load_state_dict(scaler.state_dict())  # closes the window
     graphs = 0
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -322,5 +322,5 @@ def test_scaling_is_traced_into_one_graph() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert scaler.get_scale() == 32.0  # the graph read the scale that had grown
+    assert scaler.get_scale() == 32.0  # the graph used the increased scale
     assert graphs == 1

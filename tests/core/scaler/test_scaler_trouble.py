@@ -1,4 +1,4 @@
-"""Steps that a scaler takes back, and scales that cannot shrink any further."""
+"""Steps that a scaler undoes, and scales that cannot shrink further."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def closure_for(
 @pytest.mark.parametrize("positional", [False, True])
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 def test_lbfgs_is_what_it_is_without_a_scale(positional: bool, search: str | None) -> None:
-    """A power of two as the scale, fp32 throughout: the trajectories are equal bit for bit."""
+    """With a power of two as the scale and fp32 throughout, the trajectories are equal bit for bit."""
 
     def run(scaler: GradScaler | None) -> list[float]:
         p = nn.Parameter(torch.tensor([3.0, -2.0, 0.5]))
@@ -71,7 +71,7 @@ def test_a_non_finite_evaluation_takes_the_whole_step_back(bad_evaluation: int, 
 
     closure = closure_for(scaler, optimizer, loss)
     evaluations = 10
-    scaler.step(optimizer, closure=closure)  # state to be kept
+    scaler.step(optimizer, closure=closure)  # creates state that must be kept
     scaler.update()
     values, state = p.tolist(), repr(optimizer.state_dict())
     evaluations, bad = 0, torch.tensor(value)
@@ -113,7 +113,7 @@ def test_a_closure_passes_other_arguments_on_and_options_are_taken_back() -> Non
 
 
 def test_an_optimizer_that_climbs_before_it_evaluates() -> None:
-    """Sharpness-aware minimisation uses gradients from before its closure: they are unscaled as well."""
+    """Sharpness-aware minimisation uses gradients from before its closure, which must be unscaled as well."""
 
     class Climbing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

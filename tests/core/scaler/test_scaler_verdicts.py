@@ -1,4 +1,4 @@
-"""What was found in gradients holds for these gradients and no others, whatever kind they are."""
+"""The result of a gradient check applies to the checked gradients only, whatever their kind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def a_run(plan: str) -> Run:
 @pytest.mark.parametrize("way", ["step", "joint", "by itself", "unscale_", "clip", "norm", "closure"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_another_default_dtype(plan: str, way: str) -> None:
-    """Set between steps: flags and factors are fp32 whatever a new tensor would be."""
+    """The default dtype changes between steps: flags and factors stay fp32."""
     run = a_run(plan)
     amp, optimizer = run.amp, run.optimizer
     assert not amp.step(optimizer).skipped
@@ -87,7 +87,7 @@ class Complex(nn.Module):
 
 
 class Conjugated(Complex):
-    """Its complex gradient comes as one that torch has yet to conjugate."""
+    """Gets a complex gradient with torch's lazy conjugation bit."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = (self.wave.conj() * torch.complex(x, x)).real.sum()
@@ -113,18 +113,18 @@ def test_complex_gradients(plan: str, factor: float, kind: type[Complex]) -> Non
 
 @pytest.mark.parametrize("factor", [1.0, NAN])
 def test_gradients_that_share_their_memory(factor: float) -> None:
-    """A gradient that was expanded cannot be written to in place, and need not be."""
+    """An expanded gradient cannot be written in place, and does not have to be."""
     run = Run("bf16-mixed")
     for parameter in run.model.parameters():
         parameter.grad = torch.full((), factor).expand_as(parameter)
     assert run.amp.step(run.optimizer).skipped == (factor != 1.0)
 
 
-# --- verdicts of steps that were given up -------------------------------------------------------------------
+# --- results of checks for steps that were abandoned -------------------------------------------------------
 
 
 class Planted(Exception):
-    """Out of an optimizer's step."""
+    """Raised inside an optimizer's step."""
 
 
 def fail(*_: Any) -> None:
@@ -138,7 +138,7 @@ def fail(*_: Any) -> None:
 def test_a_verdict_does_not_outlive_a_step_that_failed(
     plan: str, norm: float | None, bad_first: bool
 ) -> None:
-    """Steps of two, the first of which raises; then other gradients, by a backward of one's own."""
+    """The first of two optimizers raises in its step; the user's own backward then makes other gradients."""
     run = Run(plan)
     weight, other = run.another()
     run.backward(NAN if bad_first else 1.0)
@@ -158,7 +158,9 @@ def test_a_verdict_does_not_outlive_a_step_that_failed(
 
 
 def test_a_verdict_does_not_outlive_a_step_that_failed_under_a_loss_scale() -> None:
-    """Unscaled for a step of two that raised, and other gradients by a backward of one's own."""
+    """After unscaling, the first of two optimizers raises in its step; the user's own backward then makes other
+    gradients.
+    """
     run = Run("fp16-mixed+loss_scale.init=8")
     weight, other = run.another()
     run.amp.backward(run.model(X).pow(2).mean() + weight.sum())
@@ -175,7 +177,7 @@ def test_a_verdict_does_not_outlive_a_step_that_failed_under_a_loss_scale() -> N
 @pytest.mark.parametrize("way", ["unscale_", "clip_grad_norm_"])
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])
 def test_a_verdict_goes_with_its_gradients(plan: str, way: str, then: float) -> None:
-    """Looked at by hand, given up, and other gradients by a backward of one's own."""
+    """The user checks gradients, clears them without a step, and makes others with a plain backward."""
     run = a_run(plan)
     run.backward(NAN if then == 1.0 else 1.0)
     getattr(run.amp, way)(run.optimizer, *([1.0] if way != "unscale_" else []))
@@ -186,7 +188,7 @@ def test_a_verdict_goes_with_its_gradients(plan: str, way: str, then: float) -> 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_inside_a_step_is_guarded(plan: str) -> None:
-    """Of another optimizer, from a hook: each step is looked at, whoever makes it."""
+    """A hook steps another optimizer: each step is checked, wherever it is called."""
     run = Run(plan)
     weight, other = run.another()
     run.backward()
@@ -215,7 +217,7 @@ def test_a_step_that_raised_counts_as_skipped(direct: bool) -> None:
 
 
 def test_a_norm_that_overflows_is_told_apart() -> None:
-    """Finite gradients whose norm is not finite are skipped where they are clipped by it, and the error says what it may be."""
+    """Clipping by a non-finite norm of finite gradients skips the step, and the error names that cause."""
     run = a_run("fp32")
     run.amp.close()
     run = Run("fp32", nonfinite="raise")
@@ -231,7 +233,7 @@ def test_a_norm_that_overflows_is_told_apart() -> None:
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed"])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
 def test_a_copy_of_a_scaler_looks_for_itself(plan: str, how: Any) -> None:
-    """And not into the memory of the flag that the original has."""
+    """It does not share the flag memory of the original."""
     run = a_run(plan)
     run.amp.step(run.optimizer)
     if run.amp.scaler.is_enabled():

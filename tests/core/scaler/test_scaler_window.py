@@ -1,4 +1,4 @@
-"""Windows: whose gradients, at which scale, until when."""
+"""Windows of gradients: which gradients belong to one, at which scale, and when it ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.soak import each_value
 
 INF = float("inf")
 MOVING = Plan(compute="fp32", loss_scale=LossScale(init=64.0, interval=1))
-"""fp32 arithmetic, and a scale that doubles with every window: gradients at another scale cannot go unseen."""
+"""fp32 arithmetic with a scale that doubles at every window, so gradients at a wrong scale always show."""
 
 
 class Pair(nn.Module):
-    """Two parts in one loss, an optimizer each."""
+    """Two parts in one loss, with an optimizer each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_state_taken_after_a_step_resumes_bit_for_bit(plan: Any, factor: float
 
 
 def test_one_accumulates_while_another_steps() -> None:
-    """As a GAN's networks do, or whatever is updated at every second batch."""
+    """The networks of a GAN do this, and any part updated every second batch."""
     amp, model, a, b = pair()
     plain = Pair()
     for seed in range(2):
@@ -159,7 +159,7 @@ ACTIONS = st.lists(
 def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
     actions: list[tuple[str, str]], fused: bool
 ) -> None:
-    """Whole numbers, powers of two as scales: all is exact, so weights and gradients are equal."""
+    """With integers, and powers of two as scales, weights and gradients are exactly equal."""
 
     class Loop:
         def __init__(self, plan: Any) -> None:
@@ -212,7 +212,7 @@ def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
     assert loops[0].seen() == loops[1].seen()
 
 
-# --- what ends a window otherwise ---------------------------------------------------------------------------
+# --- other ends of a window ----------------------------------------------------------------------------------
 
 
 @each_value(2)
@@ -223,7 +223,7 @@ def test_any_order_of_calls_gives_the_gradients_of_a_loop_without_a_scale(
 def test_a_step_that_fails_leaves_gradients_that_are_known(
     error: type[BaseException], fused: bool, way: str, then: str
 ) -> None:
-    """Whatever optimizer.step() raises, the next step is that of a loop without a scale."""
+    """Whatever optimizer.step() raises, the next step equals that of a loop without a scale."""
 
     class Failing(torch.optim.SGD):
         fails = False
@@ -287,7 +287,7 @@ def test_a_step_that_fails_leaves_gradients_that_are_known(
 def test_a_named_loss_gives_held_gradients_their_size(between: str, held: str, then: str) -> None:
     amp, model, a, b = pair()
     plain = Pair()
-    amp.backward(model(batch(0)).pow(2).mean(), "other")  # so that its scale differs from the other's
+    amp.backward(model(batch(0)).pow(2).mean(), "other")  # makes its scale differ from the other's
     for optimizer in (a, b):
         amp.step(optimizer)
     plain.load_state_dict(model.state_dict())
@@ -321,7 +321,7 @@ def test_a_named_loss_gives_held_gradients_their_size(between: str, held: str, t
 @pytest.mark.parametrize("way", ["step", "max_norm", "direct", "unscale"])
 @pytest.mark.parametrize("by", ["backward", "scale"])
 def test_steps_while_a_backward_runs(way: str, by: str) -> None:
-    """An optimizer for each parameter, stepped when its gradient has come."""
+    """Each parameter has an optimizer, which steps when its gradient arrives."""
     ends = []
     for amp in (castwise.Amp(MOVING, device=DEVICE), None):
         model = Pair()
@@ -360,7 +360,7 @@ def test_steps_while_a_backward_runs(way: str, by: str) -> None:
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)
 
 
-# --- what is noticed ----------------------------------------------------------------------------------------
+# --- what causes an error -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master", "fp16-true+loss_scale.init=8", "O1"])
@@ -381,7 +381,7 @@ def test_a_step_with_the_scale_still_in_the_gradients_is_refused(plan: str, by: 
     assert not any(map(torch.equal, before, model.parameters()))
     amp.backward(model(batch(0)).pow(2).mean())
     amp.close()
-    a.step()  # nobody looks after it any more
+    a.step()  # no longer guarded
 
 
 @each_value()
@@ -438,7 +438,7 @@ def test_what_is_no_clipping_raises_no_alarm() -> None:
         amp.backward(model(batch(0)).pow(2).mean())
     model.a.weight.grad[0, 0] = INF  # one element of one gradient
     with torch.no_grad():
-        model.b.bias.grad = model.b.bias.grad * 0.5  # another in its place
+        model.b.bias.grad = model.b.bias.grad * 0.5  # replaced by another tensor
     assert amp.step(a).skipped
     assert not amp.step(b).skipped
 
@@ -464,7 +464,7 @@ def test_a_plain_backward_after_a_scale_that_nobody_used_is_noticed() -> None:
     for step in (lambda: amp.step(a), lambda: amp.unscale_(b)):
         with pytest.raises(StateError, match=r"its gradients did not come from a scaled loss"):
             step()
-    a.step()  # there is no scale in them
+    a.step()  # they contain no scale
     a.zero_grad()
 
 
@@ -531,7 +531,7 @@ def test_an_optimizer_that_was_never_prepared_is_refused_scaled_gradients(
         assert all(map(torch.equal, before, model.parameters()))
     model.zero_grad()
     if which != "hook":
-        model(batch(0)).pow(2).mean().backward()  # no scale in these
+        model(batch(0)).pow(2).mean().backward()  # these contain no scale
         stranger.step()
         assert not any(map(torch.equal, before, model.parameters()))
     amp.close()
@@ -539,7 +539,7 @@ def test_an_optimizer_that_was_never_prepared_is_refused_scaled_gradients(
 
 def test_plain_gradients_in_the_place_of_dropped_ones_are_not_taken_for_scaled() -> None:
     amp, model, a, b = pair("fp16-mixed")
-    for _ in range(5):  # ids are used again
+    for _ in range(5):  # object ids are reused
         amp.backward(model(batch(0)).pow(2).mean())
         model.zero_grad()
         model(batch(0)).pow(2).mean().backward()
@@ -645,7 +645,7 @@ def test_errors_speak_of_what_there_is() -> None:
 @pytest.mark.parametrize("plan", ["fp16-mixed", "fp16-master"])
 @pytest.mark.parametrize("by", ["step", "closure"])
 def test_a_scale_that_nobody_ever_used_is_noticed_at_the_first_step(plan: str, by: str) -> None:
-    """As in a trainer that knows nothing of the session, also after a state was loaded; once used, plain steps are fine."""
+    """As in a trainer that does not know the session, also after loading a state. Once scaled, plain steps are fine."""
     amp, model, a, b = pair(plan)
     amp.load_state_dict(amp.state_dict())
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -1,4 +1,4 @@
-"""Weights that are written from gradients that are not finite, and optimizers inside others."""
+"""Weights written from non-finite gradients, and optimizers inside others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ PLANS = ["fp16-mixed", "fp16-master", "bf16-mixed", "bf16-master", "fp32"]
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_bad_pass_skips_both_of_sams_steps(plan: str, bad: int, data: bool) -> None:
-    """Weights, momentum and losses are those of a training without that step. ``bad``: 0 for the first pass, 1, or both."""
+    """Weights, momentum and losses equal a training without that step. ``bad``: 0 for the first pass, 1 for the second,
+    2 for both.
+    """
     found = []
     for leaves_out in (False, True):
         model = net()
@@ -89,7 +91,7 @@ def test_copies_end_with_the_step_that_is_skipped() -> None:
 
 
 class Around(Optimizer):
-    """Holds what it is given."""
+    """Holds the objects it is given."""
 
     def __init__(self, inner: Any, groups: Any) -> None:
         super().__init__(groups, {})
