@@ -1,4 +1,4 @@
-"""Small models of every kind that a precision plan meets, with data that they can learn."""
+"""Small models of all kinds that precision plans are used on, with data that they can learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.here import DEVICE
 
 
 class Transformer(nn.Module):
-    """torch's own encoder layer, with attention, norms and dropout off."""
+    """torch's encoder layer with attention, norms and disabled dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,20 +56,20 @@ class TiedGPT(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model with its data, its loss and how far it learns in twenty steps."""
+    """A model with its data, its loss and the loss that twenty steps must reach."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     rate: float = 0.1
 
     def build(self) -> nn.Module:
-        """The model with the weights that every run starts from."""
+        """Return the model with the weights that every run starts from."""
         torch.manual_seed(0)
         return self.model()
 
     @staticmethod
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross entropy over every position."""
+        """Return the mean cross entropy over every position."""
         out = model(batch[0])
         return F.cross_entropy(out.flatten(0, -2), batch[1].flatten())
 

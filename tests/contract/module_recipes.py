@@ -1,7 +1,7 @@
-"""How to make and feed every module of ``torch.nn``, in a few elements each.
+"""How to make every module of ``torch.nn`` and its inputs, with a few elements each.
 
-A recipe is deterministic: the same weights and inputs each time. Inputs that are differentiated come from :func:`x`, others
-from :func:`c`.
+A recipe is deterministic: the same weights and inputs each time. :func:`x` makes inputs with gradients, :func:`c` makes
+inputs without.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 
 def c(*shape: int) -> Tensor:
-    """Numbers that are not differentiated."""
+    """Return numbers that do not require gradients."""
     return torch.randn(*shape)
 
 
 def x(*shape: int) -> Tensor:
-    """Numbers that are."""
+    """Return numbers that require gradients."""
     return torch.randn(*shape).requires_grad_()
 
 
 def p(*shape: int) -> Tensor:
-    """Probabilities, differentiated."""
+    """Return probabilities that require gradients."""
     return torch.sigmoid(torch.randn(*shape)).requires_grad_()
 
 
 def k(high: int, *shape: int) -> Tensor:
-    """Classes or tokens."""
+    """Return classes or tokens."""
     return torch.randint(high, shape)
 
 
 def signs(*shape: int) -> Tensor:
-    """Plus or minus one."""
+    """Return values of plus or minus one."""
     return 1.0 - 2 * torch.randint(2, shape)
 
 
@@ -47,10 +47,10 @@ class Recipe:
     """A module with inputs.
 
     Attributes:
-        module: Makes it; run under a fixed seed.
-        inputs: Makes its inputs; run under a fixed seed.
-        random: Whether training draws numbers, so that another format draws others.
-        state: Whether it keeps floating buffers, whose storage plans without autocasting decide by themselves.
+        module: Makes the module; called under a fixed seed.
+        inputs: Makes the inputs; called under a fixed seed.
+        random: Whether training draws random numbers, which differ between formats.
+        state: Whether the module has floating buffers, whose storage plans without autocasting choose themselves.
     """
 
     module: Callable[[], nn.Module]
@@ -59,7 +59,7 @@ class Recipe:
     state: bool = False
 
     def build(self) -> nn.Module:
-        """The module, in training; lazy ones have seen their inputs."""
+        """Return the module in training mode; lazy modules have run once."""
         torch.manual_seed(3)
         module = self.module()
         if any(isinstance(m, nn.modules.lazy.LazyModuleMixin) for m in module.modules()):
@@ -68,13 +68,13 @@ class Recipe:
         return module
 
     def feed(self) -> tuple[Any, ...]:
-        """The inputs, each a leaf of its own."""
+        """Return the inputs, each as its own leaf."""
         torch.manual_seed(4)
         return self.inputs()
 
 
 class Containers(nn.Module):
-    """Those containers that have no forward."""
+    """Contains the containers that have no forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Containers(nn.Module):
 
 
 class Unpooling(nn.Module):
-    """A pooling layer and the one that undoes it."""
+    """A pooling layer and the layer that undoes it."""
 
     def __init__(self, dims: int) -> None:
         super().__init__()
@@ -338,11 +338,11 @@ EXCEPTIONS = {
     "DataParallel": "wraps modules for several GPUs; prepare refuses it in words (test_session)",
     "LinearCrossEntropyOptions": "no module",
 }
-"""Names of ``torch.nn`` that need no recipe of their own."""
+"""Names of ``torch.nn`` that need no recipe."""
 
 
 def every_name() -> set[str]:
-    """Whatever ``torch.nn`` offers as a module, under whatever torch is installed."""
+    """Return the names of all modules in the installed ``torch.nn``."""
     found = {
         name for name, value in vars(nn).items() if inspect.isclass(value) and issubclass(value, nn.Module)
     }
@@ -350,7 +350,7 @@ def every_name() -> set[str]:
 
 
 def covered() -> set[str]:
-    """What recipes are there for."""
+    """Return the names that have recipes."""
     names: set[str] = set()
     for name in RECIPES:
         names.update(name.partition(":")[0].split(", "))

@@ -1,4 +1,4 @@
-"""The contract on a GPU, for what a CPU cannot show: its own operator lists, TF32, fused optimizers, no waiting."""
+"""GPU tests of what a CPU cannot show: CUDA's operator lists, TF32, fused optimizers, no synchronization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def train(name: str, case: Case, steps: int, fused: bool = False) -> list[float]:
     model = case.build().cuda()
     plan = castwise.Plan.preset(name)
-    # Adam's usual eps is zero in fp16, so that weights stored in it without masters become NaN
+    # Adam's default eps is zero in fp16, so weights stored in fp16 without masters would become NaN.
     eps = 1e-4 if (plan.params, plan.master, plan.compute) == ("compute", "none", "fp16") else 1e-8
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=eps, fused=fused)
     batch = tuple(tensor.cuda() for tensor in case.batch())
@@ -44,7 +44,7 @@ def test_every_preset_learns(name: str, case: Case, fused: bool) -> None:
 
 
 def test_the_cuda_table_on_a_cpu_predicts_the_gpu() -> None:
-    """The rules of CUDA on the CPU give every output the dtype that torch.autocast gives it on CUDA."""
+    """With CUDA's rules on the CPU, every output has the dtype that torch.autocast gives it on CUDA."""
     x = torch.rand(4, 4, device="cpu") + 0.5
 
     def outputs(x: torch.Tensor) -> list[torch.dtype]:
@@ -65,9 +65,9 @@ def test_the_cuda_table_on_a_cpu_predicts_the_gpu() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_any_element_that_is_not_finite_skips_the_step(name: str) -> None:
-    """Without a norm that would show it: of the first, a middle and the last element of a gradient of each size."""
+    """Without clipping, whose norm would show it: the first, a middle and the last element of gradients of each size."""
     plan = castwise.Plan.preset(name)
-    if plan.loss_scale is not None:  # at which a gradient of one fits into fp16
+    if plan.loss_scale is not None:  # at this scale, a gradient of one fits into fp16
         plan = castwise.Plan.parse(f"{name}+loss_scale.init=64")
     for sizes in ((1,), (3, 70_000)):
         for value in (float("inf"), -float("inf"), float("nan")):
@@ -93,7 +93,9 @@ def test_any_element_that_is_not_finite_skips_the_step(name: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("line", ["bf16-mixed", "bf16-mixed+optimizer=fused", "fp16-mixed"])
 def test_mixed_plans_train_as_the_loop_by_hand(line: str, fused: bool, width: int) -> None:
-    """Without a norm, so that a fused optimizer is handed the flag; on more elements than one block of a kernel takes, too."""
+    """Without clipping, so a fused optimizer receives the flag; also with more elements than one kernel block
+    processes.
+    """
     plan = castwise.Plan.parse(line)
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -149,7 +151,7 @@ def test_fused_steps_do_not_wait_for_the_device() -> None:
 
 
 def test_a_default_device_is_left_to_the_user() -> None:
-    """What castwise keeps on the host stays there."""
+    """Tensors that castwise keeps on the host stay there."""
     batch = tuple(tensor.cuda() for tensor in CASES["mlp"].batch())
     torch.set_default_device("cuda")
     try:
@@ -173,14 +175,14 @@ BF16_FLAT = pytest.mark.xfail(strict=False, reason="torch 2.11 lays weights in b
     "name", [pytest.param(n, marks=BF16_FLAT if n == "bf16-true" else ()) for n in PRESETS]
 )
 def test_weights_of_recurrent_layers_lie_side_by_side(name: str) -> None:
-    """Where they do not, cuDNN copies them at every call, and torch warns of it; under a plan, and after it."""
+    """Otherwise cuDNN copies them at every call and torch warns; checked under a plan and after it."""
     model = nn.LSTM(8, 8, num_layers=2).cuda()
     x = torch.ones(3, 2, 8, device="cuda")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="RNN module weights")
         with castwise.Amp(name, device="cuda") as amp:
             amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-            if castwise.Plan.preset(name).stores_low:  # others cast at each call, as torch.autocast does
+            if castwise.Plan.preset(name).stores_low:  # other plans cast at each call, as torch.autocast does
                 model(x)
         model(x)
 
@@ -198,7 +200,7 @@ def test_weights_of_recurrent_layers_lie_side_by_side(name: str) -> None:
     ],
 )
 def test_lists_of_tensors_that_are_written_to_count_as_written(change: str) -> None:
-    """As masters and averages rely on."""
+    """Masters and averages rely on the version counters."""
     written, read = ([torch.ones(4, device="cuda", dtype=torch.bfloat16) for _ in range(3)] for _ in range(2))
     before = [tensor._version for tensor in written]
     with torch.no_grad():

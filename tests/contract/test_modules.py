@@ -1,12 +1,12 @@
-"""Every module of ``torch.nn`` under every preset, eager and compiled, held to a loop written by hand.
+"""Every module of ``torch.nn`` under every preset, eager and compiled, compared with a hand-written loop.
 
-The loop by hand is torch.autocast and a loss scale for the mixed presets, fp32 copies kept aside for those with masters,
-``module.to(dtype)`` for those without; the outputs, the gradients and the weights after a step are its own, bit for bit. O1
-has no equal by hand: fp64 is what it is held to, within its format's rounding. Where torch itself cannot run a case, so
-may castwise not; and where castwise can, fp64 judges.
+The loop uses torch.autocast and a loss scale for the mixed presets, fp32 copies for those with masters and
+``module.to(dtype)`` for those without. Outputs, gradients and the weights after a step must be equal bit for bit. O1
+has no hand-written equivalent, so it is compared with fp64 within its format's rounding. castwise may fail only where
+torch itself cannot run a case; if only castwise can run it, the reference is fp64.
 
-Each module runs under half of the presets, dealt out in turn, and an eighth of the modules is compiled, each under a preset of
-its own; in a soak (`CASTWISE_SOAK=1`) all of them under all.
+Each module runs under half of the presets in turn, and an eighth of the modules are compiled, each under one preset. In
+a soak (`CASTWISE_SOAK=1`), all modules run under all presets.
 """
 
 from __future__ import annotations
@@ -29,23 +29,21 @@ from tests.here import DEVICE
 from tests.soak import SOAKING, each_value, every, pairs
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore"
-    ),  # torch's own, of modules that it deprecates or of kernels that are slow
+    pytest.mark.filterwarnings("ignore"),  # from torch, for deprecated modules or slow kernels
 ]
 NAMES = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
-"""No CPU of the tests has TF32; O0 and O3 are fp32 and fp16-true by other names."""
+"""The test CPUs have no TF32; O0 and O3 are other names of fp32 and fp16-true."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LOW = (torch.bfloat16, torch.float16)
 ROUNDING = {"fp32": 1e-5, "bf16": 0.06, "fp16": 0.01}
-"""How far outputs and gradients may be from fp64, by what the largest of them is: some roundings in a row."""
+"""Largest error of outputs and gradients against fp64, relative to their largest value: several rounding errors."""
 RATE = 0.1
 _R = TypeVar("_R")
 
 
 @pytest.fixture(autouse=True)
 def no_fast_path() -> Iterator[None]:
-    """A Transformer layer without hooks is evaluated by one kernel of torch that autocast does not know."""
+    """Disable the kernel that evaluates a Transformer layer without hooks, because autocast does not know it."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     yield
@@ -53,7 +51,9 @@ def no_fast_path() -> Iterator[None]:
 
 
 def plan_of(name: str) -> castwise.Plan:
-    """The preset, with a loss scale at which nothing overflows, or every second case would test a skipped step."""
+    """Return the preset with a loss scale that causes no overflow; otherwise half of the cases would test a skipped
+    step.
+    """
     plan = castwise.Plan.preset(name)
     if plan.loss_scale is None:
         return plan
@@ -65,7 +65,7 @@ def plan_of(name: str) -> castwise.Plan:
 
 @dataclasses.dataclass
 class Run:
-    """What came out: all in fp32 (or fp64), gradients without a scale."""
+    """The results of a run, all in fp32 (or fp64), with unscaled gradients."""
 
     outputs: list[Tensor]
     input_grads: list[Tensor | None]
@@ -74,7 +74,7 @@ class Run:
     evaluated: list[Tensor]
 
     def parts(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Everything with a name."""
+        """Yield every part with its name."""
         for number, tensor in enumerate(self.outputs):
             yield f"output {number}", tensor
         for number, grad in enumerate(self.input_grads):
@@ -88,7 +88,7 @@ class Run:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of an output, in order."""
+    """Return the tensors of an output, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -97,12 +97,12 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def widened(outputs: list[Tensor]) -> list[Tensor]:
-    """Low outputs in fp32, as a prepared model gives them."""
+    """Convert low outputs to fp32, as a prepared model does."""
     return [out.float() if out.dtype in _LOW else out for out in outputs]
 
 
 def loss_of(outputs: list[Tensor]) -> Tensor | None:
-    """A scalar in which every element has a weight of its own; None where nothing is differentiable."""
+    """Return a scalar in which each element has its own weight; None if nothing is differentiable."""
     total = None
     for out in outputs:
         if out.requires_grad:
@@ -115,7 +115,7 @@ def loss_of(outputs: list[Tensor]) -> Tensor | None:
 def evaluate(
     module: nn.Module, recipe: Recipe, run: Callable[..., Any], cast: Callable[[Any], Any]
 ) -> list[Tensor]:
-    """One forward in evaluation."""
+    """Run one forward in evaluation mode."""
     module.eval()
     inputs = [cast(value) for value in recipe.feed()]
     torch.manual_seed(5)
@@ -128,7 +128,7 @@ def _grad(tensor: Tensor, inverse: float) -> Tensor | None:
 
 
 def by_castwise(recipe: Recipe, plan: castwise.Plan, compiler: str | None = None) -> Run:
-    """The case under castwise; compiled where a backend is named."""
+    """Run the case under castwise, compiled if a backend is given."""
     module = recipe.build()
     parameters = list(module.parameters())
     optimizer = torch.optim.SGD(parameters, RATE) if parameters else None
@@ -164,7 +164,7 @@ def by_castwise(recipe: Recipe, plan: castwise.Plan, compiler: str | None = None
 
 
 def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> Run:
-    """The case in plain torch: masters, torch.autocast and a loss scale as the preset says.
+    """Run the case in plain torch: masters, torch.autocast and a loss scale according to the preset.
 
     Args:
         recipe: The case.
@@ -193,13 +193,13 @@ def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> R
     masters = module if plan.keeps_masters or not stores_low else low
 
     def cast(value: Any) -> Any:
-        rounds = stores_low and not plan.autocasts  # operators that are cast round by themselves
+        rounds = stores_low and not plan.autocasts  # operators under autocast round by themselves
         lower = rounds and isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if lower else value
 
     def run(*values: Any) -> Any:
         plain = low.forward
-        # in the forward, so that hooks of the whole model run in fp32: legacy spectral_norm computes in one
+        # Wraps forward only, so that hooks on the whole model run in fp32: legacy spectral_norm computes in a hook.
         low.forward = torch.autocast(DEVICE, dtype if dtype in _LOW else None, enabled=plan.autocasts)(plain)
         try:
             return widened(tensors(low(*[cast(value) for value in values])))
@@ -226,14 +226,14 @@ def by_hand(recipe: Recipe, plan: castwise.Plan, low_buffers: bool = False) -> R
                         one.copy_(other)
     weights = {**low.state_dict(), **dict(masters.named_parameters())}
     weights = {name: widened([v.detach().clone()])[0] for name, v in weights.items() if isinstance(v, Tensor)}
-    if masters is not low:  # state_dict gives a tied or parametrized weight under its own names
+    if masters is not low:  # state_dict uses other names for tied or parametrized weights
         weights = {name: weights[name] for name in masters.state_dict() if name in weights}
     evaluated = evaluate(low, recipe, run, lambda value: value)
     return Run([out.detach() for out in outputs], input_grads, grads, weights, evaluated)
 
 
 def in_fp64(recipe: Recipe) -> Run:
-    """What the case amounts to, nearly without rounding."""
+    """Run the case in fp64, nearly without rounding."""
     module = recipe.build().double()
 
     def cast(value: Any) -> Any:
@@ -259,11 +259,11 @@ def in_fp64(recipe: Recipe) -> Run:
     )
 
 
-# --- held together ----------------------------------------------------------------------------------------------------
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 def check_equal(got: Run, want: Run) -> None:
-    """Bit for bit."""
+    """Check that two runs are equal bit for bit."""
     ours, theirs = dict(got.parts()), dict(want.parts())
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -279,7 +279,7 @@ def check_equal(got: Run, want: Run) -> None:
 def check_near(
     got: Run, want: Run, tolerance: float, drawn: bool = False, without: Collection[str] = ()
 ) -> None:
-    """Within some roundings, but for some parts; where numbers were drawn, in evaluation alone."""
+    """Check that two runs agree within the tolerance, except the parts in ``without``; random cases only in evaluation."""
     ours, theirs = dict(got.parts()), dict(want.parts())
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -295,7 +295,7 @@ def check_near(
 
 
 def attempt(run: Callable[[], _R]) -> tuple[_R | None, BaseException | None]:
-    """What came out of a run, or why nothing did."""
+    """Return the result of a run and None, or None and its error."""
     try:
         return run(), None
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
@@ -303,7 +303,7 @@ def attempt(run: Callable[[], _R]) -> tuple[_R | None, BaseException | None]:
 
 
 def sums_in_any_order(recipe: Recipe, plan: castwise.Plan) -> bool:
-    """Whether the device's own kernels give other bits from run to run, as atomic additions do."""
+    """Return whether the device's kernels give different bits from run to run, as atomic additions do."""
     first, *others = (by_hand(recipe, plan) for _ in range(8))
     with contextlib.suppress(AssertionError):
         for other in others:
@@ -313,10 +313,10 @@ def sums_in_any_order(recipe: Recipe, plan: castwise.Plan) -> bool:
 
 
 def check(recipe: Recipe, name: str) -> None:
-    """One case, eager."""
+    """Check one case in eager mode."""
     plan = plan_of(name)
     own_storage = recipe.state and plan.stores_low and plan.rules == "none"
-    # by hand a composite of torch takes an fp32 input beside a low weight, of whose gradient it rounds a part
+    # By hand, torch's composite rms_norm gets an fp32 input with a low weight and rounds part of the weight's gradient.
     takes_mixtures = recipe is RECIPES["RMSNorm"] and plan.stores_low and plan.autocasts
     has_equal = plan.rules != "apex" and not own_storage and not takes_mixtures
     want, theirs = attempt(lambda: by_hand(recipe, plan)) if plan.rules != "apex" else (None, None)
@@ -324,7 +324,7 @@ def check(recipe: Recipe, name: str) -> None:
     got, ours = attempt(lambda: by_castwise(recipe, plan))
     if ours is not None:
         alike = theirs is not None and (isinstance(ours, type(theirs)) or isinstance(theirs, type(ours)))
-        if alike and recipe.state and plan.stores_low:  # what fp32 buffers break, low ones may not
+        if alike and recipe.state and plan.stores_low:  # fp32 buffers may fail where low ones work
             _, alike = attempt(lambda: by_hand(recipe, plan, low_buffers=True))
         assert alike, f"castwise failed alone: {ours!r}"
         return
@@ -338,9 +338,7 @@ def check(recipe: Recipe, name: str) -> None:
         else:
             return
     broken: set[str] = set()
-    if (
-        plan.rules != "apex"
-    ):  # what torch's own kernels make infinite in this format, they do for castwise too
+    if plan.rules != "apex":  # torch's own kernels overflow here in this format
         hand, _ = attempt(lambda: by_hand(recipe, plan, low_buffers=True))
         if hand is not None:
             broken = {name for name, part in hand.parts() if part is not None and not part.isfinite().all()}
@@ -357,11 +355,11 @@ def test_every_module_runs_as_by_hand(module: str, name: str) -> None:
 
 
 def check_compiled(recipe: Recipe, name: str, backend: str) -> None:
-    """Compiled code gives what eager code gives, to the rounding of the format; torch may not be able to compile it."""
+    """Check that compiled code equals eager code within rounding, unless torch cannot compile the module."""
     plan = plan_of(name)
     eager, failed = attempt(lambda: by_castwise(recipe, plan))
     if failed is not None:
-        return  # the eager suite's affair
+        return  # covered by the eager tests
     got, ours = attempt(lambda: by_castwise(recipe, plan, backend))
     if ours is not None:
         _, theirs = attempt(lambda: compiled_by_hand(recipe, plan, backend))
@@ -373,9 +371,7 @@ def check_compiled(recipe: Recipe, name: str, backend: str) -> None:
     try:
         check_near(got, eager, ROUNDING[plan.compute], recipe.random and backend == "inductor")
     except AssertionError:
-        theirs = compiled_by_hand(
-            recipe, plan, backend
-        )  # a bug in torch's own graph is there without castwise too
+        theirs = compiled_by_hand(recipe, plan, backend)  # torch's own graph may have the same bug
         try:
             check_near(
                 dataclasses.replace(theirs, outputs=widened(theirs.outputs)),
@@ -393,7 +389,7 @@ def _outputs_alone(run: Run) -> Run:
 
 
 def compiled_by_hand(recipe: Recipe, plan: castwise.Plan, backend: str) -> Run:
-    """Whether torch can compile the module at all, under its own autocast."""
+    """Compile the module under torch's own autocast and run it."""
     module = recipe.build()
     torch._dynamo.reset()
     run = torch.compile(module, backend=backend)
@@ -429,7 +425,7 @@ def test_modules_compiled_by_inductor_run_as_eager_ones(module: str, name: str) 
 
 
 def test_every_module_is_covered() -> None:
-    """A module that a new torch brings needs a recipe, or an exception with a reason."""
+    """A module that a new torch release adds needs a recipe, or an exception with a reason."""
     names, known = every_name(), covered()
     assert not names - known - EXCEPTIONS.keys()
     assert not EXCEPTIONS.keys() & known
@@ -443,7 +439,7 @@ def test_the_presets_left_out_are_others_by_another_name() -> None:
 
 
 def test_a_wrong_format_is_found() -> None:
-    """The control: the loop by hand in another format is not what castwise does."""
+    """A control: the hand-written loop in another format must differ from castwise."""
     recipe = RECIPES["Linear"]
     got = by_castwise(recipe, plan_of("bf16-mixed"))
     check_equal(got, by_hand(recipe, plan_of("bf16-mixed")))
@@ -457,13 +453,14 @@ def test_a_wrong_format_is_found() -> None:
         check_near(by_castwise(recipe, plan_of("O1")), in_fp64(recipe), ROUNDING["fp16"])
 
 
-# --- state: attributes, writes through data, buffers -------------------------------------------------------------------
+# --- state: attributes, writes through data, buffers
+# -------------------------------------------------------------------
 
 
 @each_value()
 @pytest.mark.parametrize(("module", "name"), pairs(RECIPES, NAMES, 2))
 def test_state_of_every_module_holds(module: str, name: str) -> None:
-    """Optimizers see attributes, masters take over what is written through ``data``, skipped steps poison no buffer."""
+    """Optimizers see attributes, masters receive writes through ``data``, and skipped steps make no buffer non-finite."""
     recipe, states = RECIPES[module], []
     for counted in (True, False):
         net = recipe.build()
@@ -484,7 +481,7 @@ def test_state_of_every_module_holds(module: str, name: str) -> None:
             states.append(amp.model_state_dict(net))
             buffers = [b for b in net.buffers() if b.is_floating_point() and b.isfinite().all()]
             outputs, _ = attempt(lambda net=net: tensors(net(*recipe.feed())))  # type: ignore[misc]
-            loss = loss_of(outputs or [])  # those that torch's autocast cannot run, the test above is about
+            loss = loss_of(outputs or [])  # modules that torch's autocast cannot run are tested above
             if loss is None:
                 continue
             amp.backward(loss * float("nan"))

@@ -1,4 +1,4 @@
-"""What every plan promises on every kind of model: one suite over all presets."""
+"""One suite of promises over all presets and model kinds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.here import DEVICE
 from tests.soak import each_value, every, pairs
 
 pytestmark = [
-    # Inductor itself still uses torch.jit; Dynamo itself looks at .grad of the input of a resumed frame.
+    # Inductor uses torch.jit, and Dynamo reads .grad of the input of a resumed frame; both warn.
     pytest.mark.filterwarnings("ignore:.torch.jit"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 NAMES = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
-"""No CPU of the tests has TF32; O0 and O3 are fp32 and fp16-true by other names, as ``test_modules`` shows."""
+"""The test CPUs have no TF32; O0 and O3 are other names of fp32 and fp16-true, as ``test_modules`` shows."""
 
-# Largest relative difference of a loss between eager and compiled: the rounding of the compute format, a few times.
+# Largest relative difference of a loss between eager and compiled: a few rounding errors of the compute format.
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 4e-3}
 
 
@@ -110,7 +110,7 @@ def test_dtypes_and_state_are_restored_after_exceptions(name: str) -> None:
 @every(2, 1)
 @pytest.mark.parametrize(("name", "kind"), pairs(NAMES, CASES))
 def test_compiled_equals_eager(name: str, kind: str) -> None:
-    """Same losses over some steps, within the rounding of the compute format."""
+    """The losses over several steps agree within the rounding of the compute format."""
     case = CASES[kind]
     amp, model, optimizer = start(case, name)
     eager = train(amp, model, optimizer, case, 3)
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_any_plan_loads_into_any_other() -> None:
             for key, value in state.items():
                 if exact:
                     assert torch.equal(out[key], value), (name, key)
-                else:  # stored low without masters: one rounding to the format, half an ulp of bf16 at most
+                else:  # stored low without masters: rounded once, at most half a bf16 ulp
                     torch.testing.assert_close(out[key], value, rtol=2**-8, atol=1e-6)
         amp.close()
 

@@ -1,1 +1,1 @@
-"""Prepare, fail, interrupt, step, get, save, load, close in random order, beside a twin without castwise."""
+"""Prepare, fail, interrupt, step, get, save, load and close in random order, compared with a twin without castwise."""

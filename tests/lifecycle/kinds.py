@@ -1,4 +1,4 @@
-"""Models of several kinds, small, each with what a lifecycle may lose: counters, tables, ties, frozen parts."""
+"""Small models of several kinds, each with something a lifecycle may lose: counters, tables, ties, frozen parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Counting(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
         self.head = nn.Linear(8, 3)
-        self.register_buffer("steps", torch.tensor(255.0))  # 256 is where bf16 stops counting
+        self.register_buffer("steps", torch.tensor(255.0))  # bf16 cannot count past 256
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -30,7 +30,7 @@ class Counting(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is its own output layer, with frequencies of positions as rotary embeddings have them."""
+    """An embedding that is also the output layer, with position frequencies like those of rotary embeddings."""
 
     frequencies: Tensor
 
@@ -50,7 +50,7 @@ class Tied(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A frozen base under a head that is trained, as in fine-tuning."""
+    """A frozen base under a trained head, as in fine-tuning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Frozen(nn.Module):
 
 
 class Conv(nn.Module):
-    """Convolutions, whose weights have a memory format to lose."""
+    """Convolutions, whose weights have a memory format that can be lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Conv(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which keeps its weights in a list of its own as well."""
+    """An LSTM, which also keeps its weights in its own list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Recurrent(nn.Module):
 
 
 def llama() -> nn.Module:
-    """A tiny Llama of `transformers`: rotary tables in buffers that are not saved."""
+    """Return a tiny `transformers` Llama, with rotary tables in non-persistent buffers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -99,7 +99,7 @@ def llama() -> nn.Module:
 
 
 class Logits(nn.Module):
-    """What a `transformers` model answers, without the rest."""
+    """Returns only the logits of a `transformers` model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -111,19 +111,19 @@ class Logits(nn.Module):
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and what it eats."""
+    """A model and its input."""
 
     model: Callable[[], nn.Module]
     shape: tuple[int, ...] | None  # None: tokens
 
     def build(self) -> nn.Module:
-        """The model with the same weights each time."""
+        """Return the model with the same weights each time."""
         with devices.same_random_numbers([DEVICE]):
             torch.manual_seed(7)
             return self.model()
 
     def batch(self, seed: int) -> Tensor:
-        """An input; the same for the same seed."""
+        """Return an input; the same for the same seed."""
         generator = torch.Generator(DEVICE).manual_seed(seed)
         if self.shape is None:
             return torch.randint(11, (2, 5), generator=generator)
@@ -146,7 +146,7 @@ def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    # the default eps is zero in fp16, where AdamW without masters then divides by it
+    # The default eps is zero in fp16, so AdamW without masters would divide by zero.
     return torch.optim.AdamW(params, 0.01, eps=1e-4)
 
 
@@ -163,7 +163,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer
 
 
 def optimizers(model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
-    """Make optimizers of all parameters, frozen ones too; of two, each has its half."""
+    """Make optimizers of all parameters, including frozen ones; two optimizers get half of them each."""
     makers = OPTIMIZERS[name]
     params = list(model.parameters())
     size = -(-len(params) // len(makers))

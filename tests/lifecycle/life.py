@@ -1,7 +1,7 @@
-"""A life of a model under castwise: whatever can happen to it, each followed by what must hold.
+"""A life of a model under castwise: every event that can happen to it, each followed by checks.
 
-Each event is a method, so that hypothesis plays them in random order (`test_lifecycle`) and a test plays one order
-that it names (`test_directed`). Whatever does not hold is an AssertionError that lists what changed.
+Each event is a method. Hypothesis runs them in random order (`test_lifecycle`), and other tests run them in a given
+order (`test_directed`). A failed check raises an AssertionError that lists what changed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLANS = (
     "fp32+fp32_matmul=ieee+fp32_conv=ieee",
     "bf16-mixed+regions.head=fp32+regions.out=fp32+regions.model=fp32",
 )
-"""Presets and what a plan can set beyond them; of the last one's regions each kind keeps its own."""
+"""Presets, and settings beyond presets. Of the last plan's regions, each kind keeps those it has."""
 
 REFUSALS = (
     "typo", "no such path", "fused Rprop", "too large for fp16", "no optimizer", "skips __init__", "stranger", "conflict",
@@ -64,7 +64,7 @@ GETTERS = ("scale", "state", "repr", "weights", "owner", "optimizers", "last")
 
 
 class SkipsInit(torch.optim.Optimizer):
-    """Wraps an optimizer, as some libraries do, without `Optimizer.__init__`: no hooks, no defaults."""
+    """Wraps an optimizer without calling `Optimizer.__init__`, as some libraries do: no hooks, no defaults."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -78,7 +78,7 @@ class SkipsInit(torch.optim.Optimizer):
 
 
 class Stubborn(torch.optim.SGD):
-    """Takes no hooks: whatever `prepare` did before it came to this one has to be undone."""
+    """Refuses hooks, so everything that `prepare` has done before must be undone."""
 
     error: BaseException
 
@@ -87,7 +87,7 @@ class Stubborn(torch.optim.SGD):
 
 
 def plan_for(line: str, model: nn.Module) -> castwise.Plan:
-    """The plan of a line, without regions that the model does not have."""
+    """Return the plan of a line, without regions that the model does not have."""
     plan = castwise.Plan.parse(line)
     paths = dict(model.named_modules())
     kept = tuple(region for region in plan.regions if region.is_type or region.pattern in paths)
@@ -95,13 +95,13 @@ def plan_for(line: str, model: nn.Module) -> castwise.Plan:
 
 
 def check(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
-    """Nothing has changed, or an AssertionError says what."""
+    """Raise an AssertionError that lists the changes, if there are any."""
     found = differences(before, after)
     assert not found, f"{what} changed {len(found)} things:\n  " + "\n  ".join(found[:12])
 
 
 class Life:
-    """A model with optimizers, its twin, and what may happen to them.
+    """A model with optimizers, its twin, and the events that may happen to them.
 
     Args:
         kind: A key of `KINDS`, or "llama".
@@ -127,18 +127,18 @@ class Life:
 
     @property
     def prepared(self) -> bool:
-        """Whether a plan is on the model."""
+        """Return whether a plan is on the model."""
         return self.amp is not None
 
     def photograph(self, values: bool = True) -> dict[str, Any]:
-        """Model, optimizers and process."""
+        """Record the state of model, optimizers and process."""
         return {**of_process(), **of_model(self.model, values), **of_optimizers(self.optimizers, values)}
 
     def _whole(self) -> dict[str, Any]:
         return {**self.photograph(), "fp32 forward": self._plain_forward()}
 
     def _plain_forward(self) -> Any:
-        """What the model answers when it is evaluated, without a trace of it."""
+        """Return the model's output in evaluation, leaving no trace."""
         training = self.model.training
         self.model.eval()
         with torch.no_grad():
@@ -149,10 +149,10 @@ class Life:
         self.model.train(training)
         return out
 
-    # --- prepare, and what is refused -----------------------------------------------------------------------
+    # --- prepare, and refusals ------------------------------------------------------------------------------
 
     def prepare(self, line: str) -> None:
-        """Put a plan on; buffers keep their dtype."""
+        """Prepare the model for a plan; buffers keep their dtype."""
         plan = plan_for(line, self.model)
         self.at_rest = {
             **of_process(),
@@ -169,7 +169,7 @@ class Life:
         self.compare("prepare")
 
     def refuse(self, how: str, line: str = "bf16-master") -> None:
-        """A `prepare` that must fail, by an Amp of its own or, where a plan is on, by that one."""
+        """Make a `prepare` fail, called on a new Amp or, if a plan is on, on the current one."""
         if how == "too large for fp16":
             line = "O2+memory_format=channels_last"
         elif how == "fused Rprop":
@@ -186,7 +186,7 @@ class Life:
         ):
             return
         amp = Amp(plan, device=DEVICE)
-        self.refused.append(amp)  # a collected one gives its settings up by that
+        self.refused.append(amp)  # an Amp that is freed would give up its settings
         given: list[Any] = list(self.optimizers)
         methods: tuple[str, ...] = ()
         last = list(self.model.parameters())[-1]
@@ -204,7 +204,7 @@ class Life:
             given.append("adamw")
         elif how == "skips __init__":
             given.append(SkipsInit(self.optimizers[0]))
-            must = False  # what it is given it may also serve
+            must = False  # the plan may also accept such an optimizer
         elif how == "stranger":
             given.append(torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1))
         elif how.endswith("halfway"):
@@ -216,7 +216,7 @@ class Life:
         elif how == "conflict":
             other = Amp(f"fp32+fp32_matmul={FP32_MATMUL}", device=DEVICE)
             other.prepare(nn.Linear(1, 1))
-            must = FP32_MATMUL != "ieee"  # which is how other plans compute them too
+            must = FP32_MATMUL != "ieee"  # other plans use ieee as well
         extra = [o for o in given[len(self.optimizers) :] if hasattr(o, "_optimizer_step_pre_hooks")]
         watched = [*self.optimizers, *extra]
         before = {**self._whole(), **of_optimizers(watched)}
@@ -249,7 +249,7 @@ class Life:
     # --- training -----------------------------------------------------------------------------------------
 
     def forward(self, seed: int, poison: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Run both; the same bits come out."""
+        """Run the model and its twin; the outputs are bitwise equal."""
         x = self.kind.batch(seed)
         if poison and x.is_floating_point():
             x.view(-1)[0] = float("nan")
@@ -268,9 +268,9 @@ class Life:
         getters: bool = False,
         poison: bool = False,
     ) -> None:
-        """Forward, backward, step, clear; with `getters`, everything is looked at in between.
+        """Run forward, backward, step and clear; with `getters`, read everything in between.
 
-        `poison` puts a NaN into the batch: the step is skipped, and leaves no buffer non-finite.
+        `poison` puts a NaN into the batch: the step is skipped, and no buffer becomes non-finite.
         """
         self.seed += 1
         look = self.get if getters else (lambda *which: None)
@@ -308,7 +308,7 @@ class Life:
         self.compare("a poisoned step" if poison else "a step")
 
     def _refused(self, wrong: Callable[[], Any], what: str) -> None:
-        """A backward, then something that must be refused in words and must not reach the weights."""
+        """Run a backward, then a call that must raise castwise's error and not change the weights."""
         assert self.amp is not None
         self.seed += 1
         out, want = self.forward(self.seed)
@@ -331,7 +331,9 @@ class Life:
         self.compare(what)
 
     def write_through_data(self, number: int) -> None:
-        """A parameter is halved by ``p.data``, as clipping, pruning and initialising do it; the next step starts from there."""
+        """Halve a parameter through `p.data`, as clipping, pruning and initialisation do; the next step continues from
+        there.
+        """
         params = list(self.model.parameters())
         at = number % len(params)
         params[at].data.mul_(0.5)
@@ -341,7 +343,7 @@ class Life:
                 own.copy_(own.to(params[at].dtype).mul_(0.5))
 
     def mark(self, number: int) -> None:
-        """An attribute that is set on a parameter is on what the optimizer holds, and the other way round."""
+        """Set attributes on a parameter and on the one that the optimizer holds; each shows on the other."""
         params = list(self.model.parameters())
         parameter: Any = params[number % len(params)]
         for optimizer in self.optimizers:
@@ -354,14 +356,14 @@ class Life:
                     assert not hasattr(held, "marked_back")
 
     def step_of_a_stranger(self) -> None:
-        """A step of an optimizer that `prepare` never saw, on the model's parameters."""
+        """Step an optimizer of the model's parameters that `prepare` never saw."""
         if self.amp is None:
             return
         amp, stranger = self.amp, torch.optim.SGD(self.model.parameters(), 0.1)
         self._refused(lambda: amp.step(stranger), "a step of an optimizer that was not prepared")
 
     def step_on_scaled(self) -> None:
-        """`optimizer.step()` on gradients that still carry the loss scale."""
+        """Call `optimizer.step()` on gradients that still contain the loss scale."""
         if self.amp is None or self.amp.plan.loss_scale is None:
             return
         self._refused(
@@ -369,7 +371,7 @@ class Life:
         )
 
     def step_on_replaced(self) -> None:
-        """`optimizer.step()` on gradients that others have replaced, made of scaled ones."""
+        """Call `optimizer.step()` on gradients that were replaced by ones computed from scaled gradients."""
         if self.amp is None or self.amp.plan.loss_scale is None:
             return
 
@@ -383,7 +385,9 @@ class Life:
         self._refused(wrong, "a step on gradients that replaced scaled ones")
 
     def leave_out(self, overflow: bool, set_to_none: bool) -> None:
-        """A rule of one's own: unscale, look, and clear without a step. Weights stay, and an overflow moves the scale."""
+        """Unscale, check and clear without a step, as a user's own check does. Weights stay; an overflow changes the
+        scale.
+        """
         if self.amp is None:
             return
         self.seed += 1
@@ -403,7 +407,7 @@ class Life:
         self.compare("a step that was left out")
 
     def compile_first(self) -> None:
-        """Compile, run, then prepare: refused, since the compiled code would go on without the plan."""
+        """Compile, run, then prepare: refused, because the compiled code would ignore the plan."""
         model = nn.Linear(2, 2)
         compiled = torch.compile(model, backend="eager")
         compiled(torch.ones(1, 2))
@@ -418,7 +422,7 @@ class Life:
         torch._dynamo.reset()
 
     def by_closure(self) -> None:
-        """A few steps of LBFGS, which wants a closure, on the parameters that are trained; without a twin."""
+        """Take a few LBFGS steps, which need a closure, on the trained parameters; without a twin."""
         if self.amp is not None:
             return
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -447,7 +451,7 @@ class Life:
         self.compare("LBFGS")
 
     def evaluate(self) -> None:
-        """Evaluation changes nothing and answers as the twin does."""
+        """Evaluate: nothing changes, and the output equals the twin's."""
         before = self.photograph()
         self.model.eval()
         self.twin.model.eval()
@@ -458,7 +462,7 @@ class Life:
         check(before, self.photograph(), "evaluation")
 
     def interrupt(self, which: str, where: int) -> None:
-        """Something is raised by a submodule in the middle of a forward; no trace of the plan stays in force."""
+        """Raise an error in a submodule in the middle of a forward; the plan does not stay in force."""
         before = of_process()
         x = self.kind.batch(1001)
         models = [self.model] if not self.follows else [self.model, self.twin.model]
@@ -482,10 +486,10 @@ class Life:
         assert nn.Linear(2, 2)(x).dtype is torch.float32
         self.compare(f"{which} inside a forward")
 
-    # --- looking ------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------
 
     def get(self, *which: str) -> None:
-        """Look at everything, or at some; nothing changes by it."""
+        """Read everything, or some of it; nothing changes."""
         if self.amp is None:
             return
         before = self.photograph()
@@ -506,7 +510,7 @@ class Life:
         check(before, self.photograph(), f"getters ({', '.join(which) or 'all'})")
 
     def copy(self) -> None:
-        """A deep copy of the model answers alike, a pickle is the model without a plan, and both are nobody's."""
+        """Copy and pickle the model: the copy gives the same output, the pickle has no plan, and no Amp owns either."""
         before = self.photograph()
         want = self._plain_forward()
         other, data = copy.deepcopy(self.model), pickle.dumps(self.model)
@@ -533,7 +537,7 @@ class Life:
     # --- saving -------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Keep a checkpoint, as a file would."""
+        """Keep a checkpoint in memory, as a file would be."""
         amp, file = self.amp, io.BytesIO()
         weights = self.model.state_dict() if amp is None else amp.model_state_dict(self.model)
         state = {
@@ -556,12 +560,12 @@ class Life:
         self.compare("saving")
 
     def load(self) -> None:
-        """Go back to the checkpoint, whatever plan is on now."""
+        """Load the checkpoint, whatever plan is on now."""
         saved = self.saved
         if saved is None:
             return
         if self.amp is not None and saved["plan"] not in ("", self.line):
-            saved = {**saved, "amp": None, "scale": None}  # another loss scale's state says nothing here
+            saved = {**saved, "amp": None, "scale": None}  # the state of another loss scale does not apply
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             load_state(optimizer, state)
@@ -576,14 +580,14 @@ class Life:
     # --- closing ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take the plan off: all is as before `prepare`, but for what training gave the weights."""
+        """Close the plan: everything is as before `prepare`, except that the weights are trained."""
         amp = self.amp
         if amp is None:
             return
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.model.zero_grad()
-        # Without masters it is the low values that were trained: fp32 ones may come back with more digits.
+        # Without masters, the low values were trained; fp32 values may return with more digits.
         low = amp.plan.compute_dtype if amp.plan.stores_low and not amp.plan.keeps_masters else None
         want = _rounded(amp.model_state_dict(self.model), low)
         amp.close()
@@ -605,7 +609,7 @@ class Life:
         self.twin.take(self.model.state_dict(), [optimizer.state_dict() for optimizer in self.optimizers])
 
     def bury(self) -> None:
-        """Leave the process as it was, whatever has failed; the last check of a life that went well is `end`."""
+        """Restore the process after any failure. A life without failure checks this in `end`."""
         with contextlib.suppress(Exception):
             if self.amp is not None:
                 self.amp.close()
@@ -617,16 +621,16 @@ class Life:
         backends.matmul.fp32_precision, backends.conv.fp32_precision = self.at_start["fp32 precision"]
 
     def end(self) -> None:
-        """After the last `close`, the process is as at the start and the model trains on as its twin."""
+        """Close; then the process is as at the start, and the model trains on as its twin does."""
         self.close()
         check(self.at_start, of_process(), "a whole life")
         self.step()
         self.step()
 
-    # --- what always holds ----------------------------------------------------------------------------------
+    # --- checks after every event ---------------------------------------------------------------------------
 
     def compare(self, after: str) -> None:
-        """Weights, buffers and optimizer states are the twin's, bit for bit; buffers keep their dtype."""
+        """Check that weights, buffers and optimizer states equal the twin's bit for bit, and buffers keep their dtype."""
         dtypes = {name: buffer.dtype for name, buffer in self.model.named_buffers()}
         check(self.buffer_dtypes, dtypes, f"{after} under {self.line or 'no plan'}")
         if not self.follows:
@@ -651,7 +655,7 @@ def _rounded(weights: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str,
 
 
 def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State by value; what is zero is left out, as a fused kernel makes zeros of a first step that it skips."""
+    """Return the state by value without all-zero tensors, which a fused kernel makes even when it skips its first step."""
     state = without_masters(optimizer.state_dict())["state"]
     return {
         f"{index}.{key}": bits(value) if isinstance(value, Tensor) else value
@@ -663,7 +667,7 @@ def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def living(kind: str = "plain", optimizer: str = "sgd") -> Iterator[Life]:
-    """A life that leaves the process clean, however it ends."""
+    """Provide a life, and clean up the process however it ends."""
     life = Life(kind, optimizer)
     try:
         yield life
@@ -672,6 +676,6 @@ def living(kind: str = "plain", optimizer: str = "sgd") -> Iterator[Life]:
 
 
 def must_break(script: Callable[[Life], None], kind: str = "plain", optimizer: str = "sgd") -> None:
-    """A life that runs by this script fails one of its checks."""
+    """Check that a life which runs this script fails."""
     with living(kind, optimizer) as life, pytest.raises(AssertionError):
         script(life)

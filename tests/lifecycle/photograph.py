@@ -17,7 +17,7 @@ _OPTIMIZER_HOOKS = [name for name in vars(torch.optim.SGD([torch.zeros(1)])) if 
 
 
 def of_process() -> dict[str, Any]:
-    """Settings of the thread and of the process."""
+    """Record settings of the thread and of the process."""
     backends = torch.backends.mkldnn
     return {
         "autocast": torch.is_autocast_enabled(DEVICE),
@@ -32,7 +32,7 @@ def of_process() -> dict[str, Any]:
 
 
 def bits(tensor: Tensor | None) -> Any:
-    """A tensor's format and exact content; NaN equals itself here."""
+    """Return a tensor's format and exact content; NaN equals itself here."""
     if tensor is None:
         return None
     kind = f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} "
@@ -47,11 +47,11 @@ def bits(tensor: Tensor | None) -> Any:
 
 
 def of_model(model: nn.Module, values: bool = True) -> dict[str, Any]:
-    """Tensors of a model and what hangs on its modules.
+    """Record the tensors of a model and what is attached to its modules.
 
     Args:
         model: In any state.
-        values: With the content of tensors and gradients, or how they are stored alone.
+        values: Include the content of tensors and gradients, not only how they are stored.
     """
     seen: dict[str, Any] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -81,7 +81,7 @@ def of_model(model: nn.Module, values: bool = True) -> dict[str, Any]:
 
 
 def of_optimizers(optimizers: Iterable[Optimizer], values: bool = True) -> dict[str, Any]:
-    """Groups, hooks and state of optimizers."""
+    """Record groups, hooks and state of optimizers."""
     seen: dict[str, Any] = {}
     for number, optimizer in enumerate(optimizers):
         at = f"{type(optimizer).__name__} {number}"
@@ -99,7 +99,7 @@ def of_optimizers(optimizers: Iterable[Optimizer], values: bool = True) -> dict[
 
 
 def state_of(optimizer: Optimizer) -> list[Any]:
-    """The state of each parameter, in order; its memory lies as the parameter's does."""
+    """Return each parameter's state in order, with whether its strides equal the parameter's."""
     out = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -113,7 +113,7 @@ def state_of(optimizer: Optimizer) -> list[Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What changed, in words."""
+    """List what changed."""
     return [
         f"{key}: {before.get(key, 'nothing')!s:.60} -> {after.get(key, 'nothing')!s:.60}"
         for key in [*before, *(key for key in after if key not in before)]

@@ -1,4 +1,4 @@
-"""Lives in an order that a test names: one for each way in which a plan was once left behind, or a step lost."""
+"""Lives in a given order: one for each way in which a plan once stayed behind or a step was lost."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tests.soak import each_value, every, pairs
 
 HERE = [
     name for name in PRESETS if name not in ("tf32", "O0", "O3")
-]  # no TF32 here; the others have another name too
+]  # no TF32 here; O0 and O3 duplicate other presets
 HEAD = "bf16-mixed+regions.2=fp32"
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Whatever a test finds, the next one starts clean."""
+    """Clean up after each test, whatever it found."""
     life = Life("plain", "sgd")
     yield
     life.bury()
 
 
-# --- prepare is whole or not at all ---------------------------------------------------------------------------
+# --- prepare does everything or nothing -----------------------------------------------------------------------
 
 
 @each_value()
@@ -132,7 +132,7 @@ def test_what_a_collected_amp_claimed_is_free() -> None:
     check(before, of_process(), "an Amp that was collected unclosed")
 
 
-@pytest.mark.cpu  # the mesh is one of CPUs
+@pytest.mark.cpu  # the mesh is on the CPU
 def test_close_gives_dtensors_back() -> None:
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -179,14 +179,14 @@ def test_a_fused_step_after_a_change_of_memory_format_is_right() -> None:
 
 
 def test_a_first_fused_step_that_is_skipped_leaves_no_momentum() -> None:
-    """Momentum of torch's fused SGD is made of unwritten memory, which a skipped step does not write."""
+    """Torch's fused SGD allocates momentum uninitialised, and a skipped step does not write it."""
     with living("plain", "sgd") as life:
         life.prepare("fp16-mixed+loss_scale.interval=2+optimizer=fused")
         life.step(overflow=True)
         life.step()
 
 
-# --- a forward that does not end ---------------------------------------------------------------------------------
+# --- a forward that is interrupted -------------------------------------------------------------------------------
 
 
 @each_value()
@@ -219,7 +219,7 @@ def test_an_interrupted_method_leaves_no_plan_in_force(which: str) -> None:
 
 
 class Pair(collections.namedtuple("Pair", "first second")):  # noqa: PYI024
-    """A named tuple that is made otherwise than from its fields."""
+    """A named tuple whose constructor takes other arguments than its fields."""
 
     def __new__(cls, first: Tensor) -> Any:
         return super().__new__(cls, first, first)
@@ -239,7 +239,7 @@ ODD: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Odd(nn.Module):
-    """Answers by something that casting cannot rebuild."""
+    """Returns an object that casting cannot rebuild."""
 
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -265,12 +265,12 @@ def test_an_odd_output_leaves_no_plan_in_force(what: str, line: str) -> None:
             out = model(torch.ones(1, 2))
             assert type(out) is type(ODD[what](torch.ones(1)))
         except CastwiseError:
-            pass  # refused in words
+            pass  # refused with castwise's error
         check(inside, of_process(), f"a forward that answers by a {what}")
     check(before, of_process(), "closing")
 
 
-# --- whose optimizer it is -----------------------------------------------------------------------------------------
+# --- optimizers that were not prepared -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", ["fp32", "bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true", "O2"])
@@ -298,7 +298,7 @@ def test_masters_without_an_optimizer_are_noticed_when_trained() -> None:
 
 
 def test_second_derivatives_under_masters_are_right_or_refused_in_words() -> None:
-    """As AdaHessian asks for them: gradients with a graph, and their derivatives by what the optimizer holds."""
+    """As AdaHessian needs them: gradients with a graph, differentiated by the parameters that the optimizer holds."""
     x = KINDS["plain"].batch(0)
 
     def hessian(amp: Amp | None) -> list[Tensor]:
@@ -310,7 +310,8 @@ def test_second_derivatives_under_masters_are_right_or_refused_in_words() -> Non
         params = [p for group in optimizer.param_groups for p in group["params"]]
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, of the cycle that such gradients make
+                # Torch warns of the reference cycle that such gradients create.
+                warnings.simplefilter("ignore")
                 loss.backward(create_graph=True) if amp is None else amp.backward(loss, create_graph=True)
             grads = [p.grad for p in params]
             return [
@@ -415,7 +416,7 @@ def _two_halves(line: str) -> tuple[Amp, nn.Module, list[torch.optim.Optimizer]]
     "line", ["fp16-mixed+loss_scale.interval=1", "fp16-master+loss_scale.interval=1", "bf16-mixed"]
 )
 def test_one_optimizer_accumulates_while_another_steps(line: str) -> None:
-    """Two gradients of the second count in full, though the scale has moved between them; or it is refused in words."""
+    """Both gradients of the second optimizer count in full although the scale changed in between, or castwise raises."""
     xs = [KINDS["plain"].batch(seed) for seed in (1, 2)]
     model, want = KINDS["plain"].build(), None
     for x in xs:
@@ -528,7 +529,7 @@ def test_errors_of_a_window_speak_castwises_words(line: str, wrong: Callable[...
 
 
 def test_a_castwise_plan_is_told_from_none() -> None:
-    """The control: without a plan the same life is torch's own."""
+    """A control: without a plan, the same life runs plain torch."""
     with living("plain", "two") as life:
         for _ in range(3):
             life.step(together=False, max_norm=0.5, getters=True)

@@ -1,7 +1,7 @@
-"""The suite finds what it is there to find: each mending taken out again is a fault, and a life fails under it.
+"""The suite detects faults: with any one fix removed, a life fails.
 
-A fault is a context manager that makes castwise behave as it did before. `FAULTS` names a life in which it must be
-found, besides those in random order, and which goes well without it.
+A fault is a context manager that makes castwise behave as before the fix. For each fault, `FAULTS` names a life that
+must fail under it and passes without it; lives in random order must find it as well.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.lifecycle.test_lifecycle import of_kind, play
 from tests.soak import some
 
 CALLERS = ("castwise.core.session", "castwise.core.model.borders", "castwise.core.session.fused")
-"""Rooms that enter into the undo log."""
+"""Modules that add entries to the undo log."""
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @contextlib.contextmanager
 def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`make(former)` in place of an attribute."""
+    """Replace an attribute by `make(former)`."""
     former = vars(owner)[name]
     setattr(owner, name, make(former))
     try:
@@ -43,7 +43,7 @@ def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def prepare_without_a_way_back() -> contextlib.AbstractContextManager[None]:
-    """A refused `prepare` leaves the parameters low."""
+    """Make a refused `prepare` leave the parameters low."""
 
     def make(prepare: Any) -> Any:
         def fault(self: Amp, model: nn.Module, *optimizers: Any, **options: Any) -> Any:
@@ -60,7 +60,7 @@ def prepare_without_a_way_back() -> contextlib.AbstractContextManager[None]:
 
 
 def a_log_that_forgets(entry: str) -> Fault:
-    """The undo log of `prepare` loses the entries of one kind, which must exist."""
+    """Return a fault that makes the undo log of `prepare` lose the entries of one kind, which must exist."""
 
     @contextlib.contextmanager
     def fault() -> Iterator[None]:
@@ -85,7 +85,7 @@ def a_log_that_forgets(entry: str) -> Fault:
 
 
 def close_that_keeps(what: str) -> Fault:
-    """`close()` leaves one thing as the plan had it."""
+    """Return a fault that makes `close()` leave one thing as the plan set it."""
 
     def fault() -> contextlib.AbstractContextManager[None]:
         def make(close: Any) -> Any:
@@ -114,12 +114,12 @@ def close_that_keeps(what: str) -> Fault:
 
 
 def borders_that_do_not_unwind() -> contextlib.AbstractContextManager[None]:
-    """Only torch's hooks leave a border: they run after an `Exception`, and after nothing else."""
+    """Leave borders only through torch's hooks, which run after an `Exception` but not after other exceptions."""
     return instead(_torch.calls, "guard_calls", lambda former: lambda *args: None)
 
 
 def strangers_welcome() -> contextlib.AbstractContextManager[None]:
-    """`step` takes any optimizer."""
+    """Make `step` accept any optimizer."""
 
     def make(step: Any) -> Any:
         def fault(self: Amp, *optimizers: Optimizer, **options: Any) -> Any:
@@ -135,7 +135,7 @@ def strangers_welcome() -> contextlib.AbstractContextManager[None]:
 
 
 def optimizers_of_nothing_welcome() -> contextlib.AbstractContextManager[None]:
-    """`prepare` takes optimizers that hold nothing of the model."""
+    """Make `prepare` accept optimizers that hold no parameter of the model."""
 
     def make(prepare: Any) -> Any:
         def fault(self: Amp, model: nn.Module, *optimizers: Any, **options: Any) -> Any:
@@ -156,7 +156,7 @@ def optimizers_of_nothing_welcome() -> contextlib.AbstractContextManager[None]:
 
 
 def compiled_runs_forgotten() -> contextlib.AbstractContextManager[None]:
-    """`prepare` does not notice that a module has run compiled."""
+    """Make `prepare` miss that a module has run compiled."""
 
     def make(prepare: Any) -> Any:
         def fault(self: Amp, model: nn.Module, *optimizers: Any, **options: Any) -> Any:
@@ -173,7 +173,7 @@ def compiled_runs_forgotten() -> contextlib.AbstractContextManager[None]:
 
 
 def amps_that_do_not_pickle() -> contextlib.AbstractContextManager[None]:
-    """Pickling an `Amp` fails in Python's words."""
+    """Make pickling an `Amp` fail with Python's own error."""
 
     @contextlib.contextmanager
     def fault() -> Iterator[None]:
@@ -195,7 +195,7 @@ def amps_that_do_not_pickle() -> contextlib.AbstractContextManager[None]:
 
 
 def a_getter_that_closes_the_window() -> contextlib.AbstractContextManager[None]:
-    """`get_scale()` moves the scale, as its update at the end of a window does."""
+    """Make `get_scale()` change the scale, as the update at the end of a window does."""
 
     def make(get_scale: Any) -> Any:
         def fault(self: Amp, name: str = "loss") -> float:
@@ -208,7 +208,7 @@ def a_getter_that_closes_the_window() -> contextlib.AbstractContextManager[None]
 
 
 def scaled_steps_unnoticed() -> contextlib.AbstractContextManager[None]:
-    """Optimizers call nobody before they step; masters, which do not need the call to be refused, are left alone."""
+    """Remove all hooks before an optimizer's step except those of masters, which do not decide about refusals."""
 
     class Nothing:
         def remove(self) -> None:
@@ -225,7 +225,7 @@ def scaled_steps_unnoticed() -> contextlib.AbstractContextManager[None]:
 
 
 def refused(how: str, line: str = "bf16-mixed") -> Callable[[Life], None]:
-    """A life with a refused `prepare`."""
+    """Return a life with a refused `prepare`."""
 
     def script(life: Life) -> None:
         life.refuse(how, line)
@@ -235,7 +235,7 @@ def refused(how: str, line: str = "bf16-mixed") -> Callable[[Life], None]:
 
 
 def once(line: str, *events: str) -> Callable[[Life], None]:
-    """Prepare, step, the named events, close."""
+    """Return a life that prepares, steps, runs the named events and closes."""
 
     def script(life: Life) -> None:
         life.prepare(line)
@@ -248,20 +248,20 @@ def once(line: str, *events: str) -> Callable[[Life], None]:
 
 
 def interrupted(life: Life) -> None:
-    """A life with an interrupted forward."""
+    """Run a life with an interrupted forward."""
     life.prepare("bf16-mixed")
     life.interrupt("keyboard", 1)
 
 
 def looked_at(life: Life) -> None:
-    """A life that is looked at between two steps of one window."""
+    """Run a life that reads everything between two steps of one window."""
     life.prepare("fp16-mixed+loss_scale.interval=1")
     life.step(together=False, getters=True)
     life.step(together=False, getters=True)
 
 
 def warm(line: str) -> Callable[[Life], None]:
-    """A life in which the optimizer has state before the plan comes, and trains on after it."""
+    """Return a life in which the optimizer has state before the plan is prepared, and trains on after close."""
 
     def script(life: Life) -> None:
         life.step()
@@ -271,10 +271,10 @@ def warm(line: str) -> Callable[[Life], None]:
     return script
 
 
-# Number of the promise and what is broken; the fault, the life that finds it, its kind and its optimizers. Those through
-# `a_log_that_forgets` name entries of the undo log of `castwise.core.session`, `borders_that_do_not_unwind` names a function, and
-# `scaled_steps_unnoticed` takes hooks before `optimizer.step()` away that are not the masters': where the sources rename
-# these, they fail and have to follow.
+# Key: number of the promise and what is broken. Value: the fault, the life that finds it, its kind and its optimizers.
+# `a_log_that_forgets` names entries of the undo log of `castwise.core.session`, `borders_that_do_not_unwind` names a
+# function, and `scaled_steps_unnoticed` removes hooks before `optimizer.step()` that are not the masters'. If these are
+# renamed in the sources, the faults fail and must be updated.
 FAULTS: dict[str, tuple[Fault, Callable[[Life], None], str, str]] = {
     "6 prepare without a way back": (prepare_without_a_way_back, refused("typo"), "plain", "sgd"),
     "6 forgets the settings": (a_log_that_forgets("Claim.close"), refused("fails halfway"), "plain", "sgd"),
@@ -316,7 +316,7 @@ PLANS = (
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """What a fault leaves registered or claimed goes with the Amp that held it."""
+    """Free the Amps after each test; what a fault left registered or claimed ends with them."""
     yield
     gc.collect()
 
@@ -332,12 +332,13 @@ def test_a_life_finds_each_fault(name: str) -> None:
 
 @pytest.mark.parametrize("name", some(FAULTS, 8))
 def test_lives_in_random_order_find_each_fault(name: str) -> None:
-    """Of the kind in question, under plans of every sort; that they pass without a fault is `test_lifecycle`'s.
+    """Runs lives of the given kind under plans of every sort; `test_lifecycle` shows that they pass without the fault.
 
-    They end with the first that finds it. Which lives are played depends on the constants of all modules that are imported.
+    The test stops at the first life that finds the fault. Which lives run depends on the constants of all imported
+    modules.
     """
     fault, _, kind, _ = FAULTS[name]
-    # Under a fault what one life leaves behind ends with the collector, so a second run of the same life may go well:
-    # hypothesis calls that flaky.
+    # Under a fault, traces of one life end only at a garbage collection, so a second run of the same life may pass.
+    # Hypothesis calls that flaky.
     with fault(), pytest.raises((AssertionError, RuntimeError, FlakyFailure)):
         play(of_kind(kind, PLANS), 300, 14)

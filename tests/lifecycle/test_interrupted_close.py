@@ -1,4 +1,4 @@
-"""A `close()` that is interrupted anywhere, then called again, ends where an uninterrupted one does."""
+"""A `close()` that is interrupted anywhere and called again ends as an uninterrupted one does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS = (
 
 
 def life(line: str, kind: str) -> Pair:
-    """Two models prepared and trained by one session."""
+    """Return two models prepared and trained by one session."""
     pair = Pair(line, kind)
     pair.begin()
     pair.amp.prepare(pair.second, pair.other)
@@ -35,7 +35,7 @@ def life(line: str, kind: str) -> Pair:
 
 
 def picture(pair: Pair) -> dict[str, Any]:
-    """What close is to give back, without what differs between two lives."""
+    """Record what close must restore, without what differs between two lives."""
     seen = {
         **of_process(),
         **{f"first {key}": value for key, value in of_model(pair.first).items()},
@@ -46,7 +46,7 @@ def picture(pair: Pair) -> dict[str, Any]:
 
 
 def trains(pair: Pair) -> None:
-    """In fp32, by the optimizers it came with."""
+    """Train both models in fp32 with their own optimizers."""
     for model, optimizer in ((pair.first, pair.optimizer), (pair.second, pair.other)):
         optimizer.zero_grad()
         model(pair.kind.batch(5)).square().mean().backward()
@@ -55,7 +55,7 @@ def trains(pair: Pair) -> None:
 
 
 class Interrupted:
-    """An entry that is interrupted some times, before it is done or after."""
+    """An entry that is interrupted a number of times, before or after it has run."""
 
     def __init__(self, entry: Callable[[], object], when: str, times: int) -> None:
         self.entry, self.when, self.left = entry, when, times
@@ -70,7 +70,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("line", PLANS)
 def test_a_session_that_is_dropped_with_its_models_ends_at_once(line: str) -> None:
-    """Nothing in it refers to itself, so that what it has set in the process does not wait for a garbage collection."""
+    """It has no reference cycle, so its settings in the process do not wait for a garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -85,7 +85,9 @@ def test_a_session_that_is_dropped_with_its_models_ends_at_once(line: str) -> No
 @every(2)
 @pytest.mark.parametrize(("line", "kind"), pairs(PLANS, ["plain", "frozen", "conv"]))
 def test_a_close_interrupted_at_an_entry_of_its_log(line: str, kind: str) -> None:
-    """Before each entry and after each, and again when that one is done again: each entry one of these for one kind, in a soak all."""
+    """Interrupts come before or after an entry, once or twice. Each entry gets one of these for one kind, in a soak
+    all.
+    """
     alone = life(line, kind)
     alone.amp.close()
     want = picture(alone)
@@ -99,7 +101,7 @@ def test_a_close_interrupted_at_an_entry_of_its_log(line: str, kind: str) -> Non
             entries[index] = Interrupted(entries[index], when, times)
             with pytest.raises(KeyboardInterrupt):
                 pair.amp.close()
-            if times == 1:  # heard at the end
+            if times == 1:  # the interrupt is raised at the end
                 assert not entries
             pair.amp.close()
             check(
@@ -116,7 +118,7 @@ def test_a_close_interrupted_at_an_entry_of_its_log(line: str, kind: str) -> Non
     ("line", "step"), [("bf16-master", 11), ("bf16-true", 13), (PLANS[-1], 19), (PLANS[-2], 17)]
 )
 def test_a_close_interrupted_at_a_line(line: str, step: int) -> None:
-    """In the middle of entries, as Ctrl-C comes."""
+    """Interrupts come inside entries, as Ctrl-C does."""
     alone = life(line, "frozen")
     alone.amp.close()
     want = picture(alone)

@@ -1,4 +1,4 @@
-"""What is held for a whole process, settings and kernels, is given up where taking it or giving it up was interrupted."""
+"""Process-wide settings and kernels are released even if taking or releasing them is interrupted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ROOMS = "session/process", "casting/kernels"
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another"])
 @pytest.mark.parametrize("what", [Settings, Kernels])
 def test_an_interrupt_while_it_is_taken_or_given_up(what: Callable[[], Any], alone: bool) -> None:
-    """At each line; what another holds stays his."""
+    """Interrupts come at each line; what another holder has is not affected."""
     other = what()
     if not alone:
         other.take()
@@ -95,7 +95,7 @@ def test_an_interrupt_while_it_is_taken_or_given_up(what: Callable[[], Any], alo
 
 
 def test_an_interrupted_ddp_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DistributedDataParallel gives a prepared model is noted before it is there."""
+    """The hook that DistributedDataParallel adds to a prepared model is recorded before it is registered."""
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = Amp("bf16-master", device=DEVICE)
@@ -124,8 +124,8 @@ def test_an_interrupted_ddp_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> N
     not _torch.cpu.cpu_has_bf16(), reason="this CPU has no second precision for fp32 products"
 )
 def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python swallows what a finalizer raises and never calls it again."""
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's keeps the frames alive
+    """Python ignores an error in a finalizer and never calls it again."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # pytest's hook keeps the frames alive
     before, line = held(), 0
     while True:
         line += 11
@@ -152,7 +152,7 @@ def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch
 
 @pytest.mark.parametrize("what", [Settings, Kernels])
 def test_what_a_signal_handler_gives_up_meanwhile_is_taken_anew(what: Callable[[], Any]) -> None:
-    """At each line of taking it, the other holder lets go."""
+    """The other holder releases at each line of the take."""
     before, line = held(), 0
     while True:
         line += 5 if what is Settings else 23
@@ -174,7 +174,7 @@ def test_what_a_signal_handler_gives_up_meanwhile_is_taken_anew(what: Callable[[
 
 
 class Handler(Interrupts):
-    """Acts at the n-th line, and goes on."""
+    """Acts at the n-th line, and continues."""
 
     def __init__(self, line: int, act: Callable[[], None]) -> None:
         super().__init__(line, ROOMS)
@@ -189,7 +189,7 @@ class Handler(Interrupts):
 
 
 def test_a_claim_goes_with_its_session() -> None:
-    """Collected unclosed."""
+    """The session is freed without close."""
     before = held()
     amp = Amp(PLAN, device=DEVICE)
     amp.prepare(nn.Linear(4, 4))

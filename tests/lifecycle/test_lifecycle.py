@@ -1,7 +1,7 @@
-"""Lives in random order: nothing that may happen to a model, in any order, leaves a trace that it should not.
+"""Lives in random order: no sequence of events leaves an unwanted trace.
 
-`CASTWISE_LIVES=500` plays so many of each kind, other ones in every run and longer ones, and looks for the shortest that
-fails. By default they are few enough for every day, and the same each time.
+`CASTWISE_LIVES=500` runs 500 longer lives per kind, different ones each time, and searches for the shortest that fails.
+By default there are few, the same each time.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ LIVES = int(os.environ.get("CASTWISE_LIVES", "0"))
 
 
 def is_prepared(machine: Any) -> bool:
-    """Whether a plan is on the model."""
+    """Return whether a plan is on the model."""
     return machine.life is not None and machine.life.prepared
 
 
 def is_plain(machine: Any) -> bool:
-    """Whether none is."""
+    """Return whether no plan is on the model."""
     return machine.life is not None and not machine.life.prepared
 
 
 class Lives(RuleBasedStateMachine):
-    """Plays the events of a `Life`; what a life checks after each is what may fail."""
+    """Runs the events of a `Life`, whose checks may fail."""
 
     kinds: tuple[str, ...] = tuple(KINDS)
     plans: tuple[str, ...] = PLANS
@@ -59,7 +59,7 @@ class Lives(RuleBasedStateMachine):
     def begin(self, data: st.DataObject, optimizer: str, warm: bool, prepared: bool) -> None:
         self.life = Life(data.draw(st.sampled_from(self.kinds), "kind"), optimizer)
         if warm:
-            self.life.step()  # so that the optimizers have state
+            self.life.step()  # gives the optimizers state
         if prepared:
             self.life.prepare(data.draw(st.sampled_from(self.plans), "plan"))
 
@@ -126,7 +126,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: is_plain(self) and not self.compiled)
     @rule()
     def compile_first(self) -> None:
-        self.compiled = True  # once in a life: it takes a while
+        self.compiled = True  # once per life, because it is slow
         self.life.compile_first()
 
     @precondition(is_plain)
@@ -169,17 +169,15 @@ class Lives(RuleBasedStateMachine):
         if self.life is None:
             return
         try:
-            if (
-                sys.exc_info()[0] is None
-            ):  # of a life that has failed already, the first failure is the one to tell
+            if sys.exc_info()[0] is None:  # after a failure, report only that one
                 self.life.end()
         finally:
             self.life.bury()
 
 
 def play(machine: type[Lives], lives: int, events: int) -> None:
-    """Play so many lives of so many events, the same in every run."""
-    phases = [Phase.generate, *([Phase.shrink] if LIVES else [])]  # to shrink a life takes minutes
+    """Run that many lives with that many events each, the same in every run."""
+    phases = [Phase.generate, *([Phase.shrink] if LIVES else [])]  # shrinking a life takes minutes
     test = get_state_machine_test(
         machine,
         settings=settings(
@@ -199,7 +197,7 @@ def play(machine: type[Lives], lives: int, events: int) -> None:
 
 
 def of_kind(kind: str, plans: tuple[str, ...] = PLANS) -> type[Lives]:
-    """The machine for models of one kind."""
+    """Return the state machine for models of one kind."""
     return type("Lives", (Lives,), {"kinds": (kind,), "plans": plans})
 
 

@@ -1,4 +1,4 @@
-"""An interrupt that comes when something has just been put on a model or an optimizer, before anybody has noted it."""
+"""An interrupt right after something was put on a model or an optimizer, before it has been recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PLANS = (
     "bf16-true",
     "O1",
     "fp16-master+regions.1=fp32",
-    *(["bf16-mixed+compile=default"] if DEVICE != "sim" else []),  # for which torch.compile cannot compile
+    # Torch.compile does not support the simulated device.
+    *(["bf16-mixed+compile=default"] if DEVICE != "sim" else []),
 )
 REGISTRATIONS = [
     *((nn.Module, f"register_{name}_hook") for name in ("forward_pre", "forward")),
@@ -46,7 +47,7 @@ def pair() -> tuple[nn.Module, Optimizer]:
 
 
 def hooks_of(*owners: Any) -> dict[str, list[Any]]:
-    """All hooks on these, and on all optimizers, and what stands in the place of a module's call."""
+    """Return all hooks on the owners and on all optimizers, and each compiled call of a module."""
     found: dict[str, list[Any]] = {"watchers": list(_torch.steps._subscribers)}
     for index, owner in enumerate((*owners, sys.modules["torch.optim.optimizer"])):
         for name, table in vars(owner).items():
@@ -57,7 +58,7 @@ def hooks_of(*owners: Any) -> dict[str, list[Any]]:
 
 
 class After:
-    """In the place of a function: the n-th call does what it does, and then is interrupted."""
+    """Wraps functions; after the n-th call it raises KeyboardInterrupt."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -77,8 +78,8 @@ class After:
 def test_no_hook_outlives_an_interrupt_right_after_it_was_put_on(
     line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By whichever function it was put on."""
-    with Amp(line, device=DEVICE) as once:  # leaves what castwise installs once in a process
+    """Covers each function that registers hooks."""
+    with Amp(line, device=DEVICE) as once:  # makes the changes that castwise makes once per process
         once.prepare(*(kept := pair()))
     del kept
     number = 0
@@ -105,7 +106,7 @@ def test_no_hook_outlives_an_interrupt_right_after_it_was_put_on(
 
 
 def test_hooks_go_from_the_layers_that_had_them() -> None:
-    """Also from those that are no longer in the model."""
+    """Includes layers that are no longer in the model."""
     model, optimizer = pair()
     first = model[0]
     before = hooks_of(first)
@@ -118,7 +119,7 @@ def test_hooks_go_from_the_layers_that_had_them() -> None:
 
 
 def test_one_of_two_optimizers_of_a_model_leaves_the_other_its_hooks() -> None:
-    """The hooks of both look alike."""
+    """The hooks of the two look alike."""
     model = pair()[0]
     mine, others = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
     first = attachment.attach(mine, model)
@@ -130,7 +131,7 @@ def test_one_of_two_optimizers_of_a_model_leaves_the_other_its_hooks() -> None:
 
 
 def test_an_interrupted_undo_leaves_gradients_recorded() -> None:
-    """An interrupt inside torch's own ``no_grad`` leaves that on; the rest of the log runs as it would have."""
+    """An interrupt inside torch's ``no_grad`` leaves gradients off; the rest of the undo log runs with them on."""
     seen = []
     left = [2]
 
@@ -138,7 +139,7 @@ def test_an_interrupted_undo_leaves_gradients_recorded() -> None:
         seen.append(torch.is_grad_enabled())
         if left[0]:
             left[0] -= 1
-            torch.set_grad_enabled(False)  # and nobody has set it back
+            torch.set_grad_enabled(False)  # left off, as by an interrupted no_grad
             raise KeyboardInterrupt if left[0] else RuntimeError
 
     log = UndoLog()
@@ -155,7 +156,7 @@ def test_an_interrupted_undo_leaves_gradients_recorded() -> None:
 
 
 def test_an_undo_is_not_cut_short_between_two_entries() -> None:
-    """An interrupt that comes when an entry is done and still in the log."""
+    """The interrupt comes when an entry has run but is still in the log."""
     done = []
 
     class Entries(list[Any]):

@@ -1,4 +1,4 @@
-"""A second `prepare` in one Amp that fails: the first model stays prepared, as it is, and trains on."""
+"""A failed second `prepare` in one Amp: the first model stays prepared and unchanged, and trains on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLANS = (
 
 
 class Pair:
-    """A session with one model prepared and half-way trained, and a second one that is not prepared yet.
+    """A session with one model prepared and partly trained, and a second one not yet prepared.
 
     Args:
         line: The plan.
@@ -43,14 +43,14 @@ class Pair:
         self.amp = Amp(Plan.parse(line), device=DEVICE)
 
     def begin(self) -> Pair:
-        """Prepare the first and train it for two steps, the last of them open."""
+        """Prepare the first model and train it for two steps, then run a backward without a step."""
         self.amp.prepare(self.first, self.optimizer)
         self.steps(2)
         self.amp.backward(self.first(self.kind.batch(7)).square().mean())
         return self
 
     def steps(self, count: int, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> None:
-        """Train."""
+        """Train for a number of steps."""
         model, optimizer = model or self.first, optimizer or self.optimizer
         for seed in range(count):
             self.amp.backward(model(self.kind.batch(seed)).square().mean())
@@ -58,14 +58,14 @@ class Pair:
             optimizer.zero_grad()
 
     def photograph(self, values: bool = True) -> dict[str, Any]:
-        """The first model, its optimizer, the process, and the session."""
+        """Record the first model, its optimizer, the process and the session."""
         session = {"state": repr(self.amp.state_dict()), "root": id(self.amp._root)} if values else {}
         return {
             **session, **of_process(), **of_model(self.first, values), **of_optimizers([self.optimizer], values)
         }  # fmt: skip
 
     def of_second(self) -> dict[str, Any]:
-        """The second model and its optimizer."""
+        """Record the second model and its optimizer."""
         return {
             f"second {key}": value
             for part in (of_model(self.second), of_optimizers([self.other]))
@@ -73,7 +73,7 @@ class Pair:
         }
 
     def end(self) -> list[Any]:
-        """Train on and close; what it came to."""
+        """Train on and close; return the final scale and weights."""
         self.steps(2)
         scale = self.amp.get_scale()
         self.amp.close()
@@ -88,12 +88,12 @@ def stubborn(pair: Pair, error: BaseException) -> Optimizer:
 
 
 def of_both(pair: Pair) -> None:
-    """The first one's optimizer gets the second one's parameters too."""
+    """Add the second model's parameters to the first optimizer."""
     pair.optimizer.add_param_group({"params": list(pair.second.parameters())})
 
 
 def tie(pair: Pair) -> None:
-    """The second model has a layer of the first."""
+    """Make the second model share a layer with the first."""
     pair.second[0] = pair.first[0]  # type: ignore[index]
     (pair.other,) = optimizers(pair.second, "adamw")
 
@@ -102,7 +102,7 @@ def nothing(pair: Pair) -> None:
     pass
 
 
-# What comes before, what is prepared.
+# What happens before, and the failing prepare.
 FAILURES: dict[str, tuple[Callable[[Pair], None], Callable[[Pair], Any]]] = {
     "a typo": (nothing, lambda p: p.amp.prepare(p.second, p.other, methods=("forwrad",))),
     "no optimizer": (nothing, lambda p: p.amp.prepare(p.second, p.other, "adamw")),
@@ -122,7 +122,7 @@ FAILURES: dict[str, tuple[Callable[[Pair], None], Callable[[Pair], Any]]] = {
 @each_value()
 @pytest.mark.parametrize(("how", "line"), pairs(FAILURES, PLANS, 3))
 def test_a_second_prepare_that_fails_leaves_the_first_alone(line: str, how: str) -> None:
-    """Bit for bit, and so does what the first comes to; the second is as it was, and can be prepared after."""
+    """The first model trains to the same bits. The second is unchanged and can be prepared afterwards."""
     before, prepare = FAILURES[how]
     alone, pair = Pair(line).begin(), Pair(line).begin()
     before(alone)
@@ -134,7 +134,7 @@ def test_a_second_prepare_that_fails_leaves_the_first_alone(line: str, how: str)
     except BaseException as error:
         assert not isinstance(error, (AssertionError, AttributeError, TypeError)), repr(error)  # noqa: PT017
     else:
-        # Rprop-like optimizers that `Stubborn` stands for take no hooks where the plan sets none.
+        # `Stubborn` stands for Rprop-like optimizers, which get no hooks where the plan sets none.
         assert "halfway" in how, "accepted"
         pytest.skip("nothing that fails halfway under this plan")
     check(seen, {**pair.photograph(), **pair.of_second()}, f"a second prepare ({how})")
@@ -163,8 +163,8 @@ def test_a_second_prepare_that_fails_leaves_the_first_alone(line: str, how: str)
     ),
 )
 def test_a_second_prepare_that_is_interrupted_leaves_the_first_alone(line: str, kind: str) -> None:
-    """At lines of all of it."""
-    Pair(line, kind).begin().end()  # what is installed once in a process
+    """Interrupts come at lines throughout prepare."""
+    Pair(line, kind).begin().end()  # makes the changes that castwise makes once per process
     number = 1
     while True:
         pair = Pair(line, kind).begin()
@@ -173,7 +173,8 @@ def test_a_second_prepare_that_is_interrupted_leaves_the_first_alone(line: str, 
             pair.amp.prepare(pair.second, pair.other)
         if tracer.left > 0:
             break
-        if Amp.of(pair.second) is not pair.amp:  # else it came after the last thing that could be undone
+        # Otherwise the interrupt came after the last change that can be undone.
+        if Amp.of(pair.second) is not pair.amp:
             check(seen, {**pair.photograph(), **pair.of_second()}, f"an interrupt at line {number}")
             pair.amp.prepare(pair.second, pair.other)
         pair.steps(1, pair.second, pair.other)

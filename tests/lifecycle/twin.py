@@ -1,4 +1,4 @@
-"""The same training without castwise: fp32 weights, torch.autocast and a loss scale, all by hand."""
+"""The same training without castwise: fp32 weights, torch.autocast and a loss scale by hand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass
 class Scale:
-    """A loss scale that moves as torch's does."""
+    """A loss scale that changes as torch's does."""
 
     value: float
     interval: int
     finite: int = 0
 
     def update(self, found_inf: bool) -> None:
-        """One window has ended."""
+        """Update the scale at the end of a window."""
         self.finite = 0 if found_inf else self.finite + 1
         if found_inf:
             self.value *= 0.5
@@ -37,11 +37,11 @@ class Scale:
 
 
 def can_follow(plan: castwise.Plan, kind_name: str) -> bool:
-    """Whether a loop by hand gives the same bits: plans that torch.autocast and masters amount to."""
+    """Return whether torch.autocast and masters by hand give the same bits as the plan."""
     if kind_name == "lstm" and plan.compute in (
         ("fp16",) if castwise.core._torch.cpu.cpu_has_bf16() else ("fp16", "bf16")
     ):
-        return False  # torch.autocast has no such LSTM on this CPU
+        return False  # torch.autocast cannot run this LSTM on this CPU
     regions = all(
         region.is_type and region.params == "fp32" and not region.compute for region in plan.regions
     )
@@ -50,11 +50,11 @@ def can_follow(plan: castwise.Plan, kind_name: str) -> bool:
 
 
 class Twin:
-    """A model in fp32 with optimizers, trained by the plan in force without castwise.
+    """A model in fp32 with optimizers, trained by the current plan without castwise.
 
     Attributes:
         model: Its parameters are the masters where the plan stores low.
-        low: What runs then; its buffers are the model's.
+        low: The copy that runs in that case; its buffers are the model's.
     """
 
     def __init__(self, kind: Kind, optimizer: str) -> None:
@@ -65,12 +65,12 @@ class Twin:
         self.scale: Scale | None = None
         self.flags: list[list[dict[str, Any]]] = []
         self.good: dict[str, Tensor] | None = None
-        """Floating buffers as they were when the first forward since the last step began."""
+        """Floating buffers at the start of the first forward since the last step."""
 
-    # --- by which plan ------------------------------------------------------------------------------------
+    # --- the plan -----------------------------------------------------------------------------------------
 
     def prepare(self, plan: castwise.Plan) -> None:
-        """Train by this plan from here on."""
+        """Train by this plan from now on."""
         self.plan = plan
         self.scale = None
         if plan.loss_scale is not None:
@@ -106,7 +106,7 @@ class Twin:
         self.plan, self.low, self.scale, self.flags, self.good = None, None, None, [], None
 
     def _count_steps_on(self, optimizer: torch.optim.Optimizer, device: str | None) -> None:
-        """Fused kernels count steps on the device, None, and the others on the host."""
+        """Move step counters where the kernels count steps: fused kernels on the device (None), others on the host."""
         for parameter, state in optimizer.state.items():
             if "step" in state:
                 state["step"] = state["step"].to(device or parameter.device)
@@ -123,7 +123,7 @@ class Twin:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[nn.Module]:
-        """The module to run, with the masters' values, whose buffers the model takes over after."""
+        """Provide the module to run, with the masters' values; copy its buffers to the model afterwards."""
         if self.low is None:
             yield self.model
             return
@@ -161,7 +161,7 @@ class Twin:
                 master.grad = low.grad
 
     def step(self, together: bool, max_norm: float | None) -> None:
-        """Unscale, clip, step or skip, clear; then the window is over."""
+        """Unscale, clip, step or skip, and clear, which ends the window."""
         groups = [self.optimizers] if together else [[optimizer] for optimizer in self.optimizers]
         found = False
         for several in groups:
@@ -189,7 +189,7 @@ class Twin:
         return {name: buffer.clone() for name, buffer in floating}
 
     def _put_back(self, good: dict[str, Tensor]) -> None:
-        """Of the buffers that the skipped step made non-finite."""
+        """Restore the buffers that the skipped step made non-finite."""
         for name, buffer in self.model.named_buffers():
             if name in good and not buffer.isfinite().all():
                 buffer.copy_(good[name])
@@ -203,7 +203,7 @@ class Twin:
     # --- taking over --------------------------------------------------------------------------------------
 
     def take(self, weights: dict[str, Tensor], states: Sequence[dict[str, Any]]) -> None:
-        """Take over the weights and the optimizers' states of another, in fp32, by value."""
+        """Take over another training's weights and optimizer states, in fp32, by value."""
         with torch.no_grad():
             own = self.model.state_dict()
             for name, value in weights.items():
