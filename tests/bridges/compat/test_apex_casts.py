@@ -339,7 +339,7 @@ def test_functions_with_a_backward_in_python_are_cast_there_too() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_forwards_are_recomputed_by_apex_s_lists(reentrant: bool) -> None:
-    """torch's own autocast would run exp in half on a CPU."""
+    """On a CPU, torch's own autocast would run exp in half."""
     seen: list[torch.dtype] = []
 
     def body(x: Tensor, w: Tensor) -> Tensor:
