@@ -140,7 +140,7 @@ def has_fused(op: str, device_type: str) -> bool:
     )
 
 
-# --- what the host knows of a device's work -----------------------------------------------------------------
+# --- events and transfers to the host -----------------------------------------------------------------------
 
 
 def event(device: torch.device) -> torch.Event | None:
@@ -154,7 +154,7 @@ def event(device: torch.device) -> torch.Event | None:
     made = torch.Event(device)
     made.record(
         torch.accelerator.current_stream(device)
-    )  # by itself it takes the stream of the current device
+    )  # without an argument, record() uses the stream of the current device
     return made
 
 
@@ -176,7 +176,7 @@ def _has_events(device: torch.device) -> bool:
 @functools.cache
 def pins_memory(device_type: str) -> bool:
     """Whether tensors on the host can be pinned, so that copies from a device do not wait."""
-    if device_type in ("cpu", "mps"):  # both work in the memory of the host
+    if device_type in ("cpu", "mps"):  # both compute in the host's memory
         return False
     try:
         return torch.empty((), device="cpu", pin_memory=True).is_pinned()
@@ -191,7 +191,7 @@ def memory_statistics(device: torch.device) -> Any:
     It has ``memory_allocated``, ``max_memory_allocated`` and ``reset_peak_memory_stats``.
     """
     for home in (torch.accelerator, torch.get_device_module(device)):
-        # ValueError: torch.accelerator is asked of a CPU beside a GPU
+        # torch.accelerator raises ValueError for a CPU if there is a GPU
         with contextlib.suppress(RuntimeError, AttributeError, TypeError, ValueError):
             home.memory_allocated(device), home.max_memory_allocated(device)
             return home
@@ -239,7 +239,7 @@ def generator(device: torch.device) -> _State:
     if not hasattr(home, "get_rng_state"):
         _warn_of_generator(device.type)
         return _nothing, _nothing
-    if device.index is None or device.type == "mps":  # the functions of MPS, which is one device, take none
+    if device.index is None or device.type == "mps":  # MPS is a single device, so its functions take no index
         return home.get_rng_state, home.set_rng_state
     return functools.partial(home.get_rng_state, device), lambda state: home.set_rng_state(state, device)
 
@@ -279,7 +279,7 @@ def _warn_of_generator(device_type: str) -> None:
     )
 
 
-# --- all of it ----------------------------------------------------------------------------------------------
+# --- summary ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

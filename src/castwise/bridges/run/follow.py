@@ -216,7 +216,7 @@ class Follower:
             return
         if bool(gradients.are_finite([p.grad for p in params if p.grad is not None], params[0].device)):
             self._hidden = optimizer, [(p, p.grad) for p in params if p.grad is not None]
-            self._skipped += not any(map(is_watched, inside(optimizer)))  # which are counted
+            self._skipped += not any(map(is_watched, inside(optimizer)))  # watched ones count their skips
             for parameter in params:
                 parameter.grad = None
 

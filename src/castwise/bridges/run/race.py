@@ -277,7 +277,7 @@ def _race(children: Sequence[_Child], rounds: int, tell: Progress) -> None:
                 tell(Event("timing", child.name, done, rounds))
         return any(
             child.is_over and not child.has_failed for child in children
-        )  # the script has no more steps than that
+        )  # a script has ended normally, so it has no more steps
 
     for child in children:
         with contextlib.suppress(

@@ -79,7 +79,7 @@ class Answer:
             if self._json:
                 self._record |= {**record(), **({"wrote": [str(path) for path in paths]} if paths else {})}
             else:
-                with _reader():  # not click's echo, which ignores what an ASCII terminal can show
+                with _reader():  # not click's echo, which fails on an ASCII terminal
                     show(_console())
                     for line in self._wrote(paths):
                         print(line)

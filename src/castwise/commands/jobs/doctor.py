@@ -74,11 +74,11 @@ def doctor(
         NonFiniteError: The workload's first loss is not finite.
     """
     where = find_device("doctor", device, default_device_type())
-    notes = _busy(where)  # asked before this process adds load itself
+    notes = _busy(where)  # measured before this process adds to the load
     found = find_workload(workload) if isinstance(workload, str) else workload
     with heard(progress) as tell:
         profile = None
-        if found is not None:  # before the device is measured, so that a faulty workload is reported at once
+        if found is not None:  # profile the workload first, so that a faulty one is reported at once
             tell(Event("workload", found.name, 0, 1))
             with users_code(f"workload {found.name!r} fails in fp32"):
                 profile = profile_steps(found, where, seed=seed)

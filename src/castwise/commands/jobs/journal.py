@@ -45,7 +45,7 @@ class Journal:
         kept.replace(self._lines_path)
         if not self._steps_before:
             for old in self._events.glob("events.out.tfevents.*"):
-                old.unlink()  # TensorBoard would draw both trainings as one curve
+                old.unlink()  # otherwise TensorBoard would draw both runs as one curve
         with left_out("the log for TensorBoard"):
             from torch.utils.tensorboard import SummaryWriter
 

@@ -186,7 +186,7 @@ def copy_without_shards(model: torch.nn.Module, wholes: dict[torch.Tensor, torch
                 del own[name]
         for name, value in list(
             own.items()
-        ):  # methods that register_fsdp_forward_method has set on the instance, over those of the class
+        ):  # methods set on the instance by register_fsdp_forward_method, which shadow the class's
             if isinstance(value, MethodType) and _defined_in(value.__func__).startswith(_FSDP):
                 del own[name]
     return out

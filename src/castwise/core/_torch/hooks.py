@@ -144,7 +144,7 @@ class Forwards:
         code = called.__code__.replace(co_name=f"forward_of_{home.__name__}")
         ours: Any = types.FunctionType(code, called.__globals__, code.co_name, None, called.__closure__)
         functools.update_wrapper(ours, forward)
-        with contextlib.suppress(ValueError, TypeError):  # for what does not follow __wrapped__
+        with contextlib.suppress(ValueError, TypeError):  # for tools that ignore __wrapped__
             ours.__signature__ = inspect.signature(forward)
         self._ours.add(ours)
         self._changed.add(home)

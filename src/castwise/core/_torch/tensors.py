@@ -88,7 +88,7 @@ def versions(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     """
     try:
         return [*map(_version_of, tensors)]
-    except AttributeError:  # one of them is None
+    except AttributeError:  # one of the tensors is None
         return [-1 if tensor is None else _version_of(tensor) for tensor in tensors]
 
 
@@ -305,7 +305,7 @@ def is_stand_in_call() -> bool:
     if is_tracing():
         return True
     frame: FrameType | None = sys._getframe()
-    for _ in range(24):  # at most so many Python frames are between functional_call and a hook of the module
+    for _ in range(24):  # at most 24 Python frames are between functional_call and a hook of the module
         if frame is None or frame.f_code is _functional_call.__code__:
             return frame is not None
         frame = frame.f_back

@@ -308,7 +308,7 @@ def _runs(entered: object, running: FrameType | None) -> bool:
 
 def push_block(frame: Frame) -> None:
     """Make a :class:`Frame` active on this thread, for an autocast block that the user opens with ``castwise.autocast``."""
-    # a plain block that a recomputation opens must be known to be newer than the block that the part once ran in
+    # If a recomputation opens a plain block, the number shows that it is newer than the block of the original forward.
     numbered = bool(left_blocks) or _tells_apart(frame, thread.state.frame)
     push(frame, frame, False, _torch.autograd.sequence_number() if numbered else 0)
 

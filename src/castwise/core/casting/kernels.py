@@ -80,7 +80,7 @@ def _convert_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         copy: torch.Tensor = entry[2]
         return copy
     copy = tensor.to(dtype)
-    if not _torch.dispatcher.in_transform():  # inside a transform the copy belongs to its level
+    if not _torch.dispatcher.in_transform():  # a transform's copy is valid at its level only
         kept[key] = (tensor, age, copy)
     return copy
 
@@ -355,7 +355,7 @@ def registered(device_type: str) -> frozenset[str]:
 
 
 def _register(name: str, device_type: str) -> list[Callable[[], None]]:
-    # In front of transforms, arithmetic with a number calls the overload for tensors.
+    # Before torch.func transforms, arithmetic with a number calls the overload for two tensors.
     every = bool(device_type) or name not in _torch.dispatcher.NUMBERS_FOR_TENSORS
     return [
         _torch.dispatcher.register_autocast_kernel(op, device_type, _kernel(op, name, device_type))

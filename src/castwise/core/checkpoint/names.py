@@ -24,7 +24,7 @@ class _Joined(nn.Module):
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        # The parts are no children of this module, since names of children's weights would get prefixes.
+        # The parts are not registered as submodules, because the names of their weights would get prefixes.
         self.__dict__["parts"] = tuple(map(unwrap, parts))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

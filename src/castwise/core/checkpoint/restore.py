@@ -68,7 +68,7 @@ class Restore:
         self._tensors: dict[str, Tensor] = {}
         self._before: Before | None = None
 
-    # --- does it fit? -------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------
 
     def check(self, ranks: Ranks) -> None:
         """Check on all ranks that the checkpoint fits the model and the optimizers.
@@ -325,7 +325,7 @@ class Restore:
                         for key, value in decode(was["state"][name], fetch).items()
                     }
                     if isinstance(steps := state[number].get("step"), Tensor):
-                        # torch moves all other state to the parameter's device, but leaves this where it is
+                        # torch moves all state to the parameter's device except ``step``
                         there = was.get("steps_on_device", False)
                         own = optimizer.state.get(parameter, {}).get("step")
                         place = own if isinstance(own, Tensor) else parameter if there else steps

@@ -47,7 +47,7 @@ class AveragedModel(swa_utils.AveragedModel):
         multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor | int], None] | None = None,
         use_buffers: bool = False,
     ) -> None:
-        many: Any = multi_avg_fn  # torch takes several kinds of lists
+        many: Any = multi_avg_fn  # torch's annotation differs
         super().__init__(model, device, avg_fn, many, use_buffers)
         self._stored: dict[str, torch.dtype] = {}
         for (name, average), source in zip(self.module.named_parameters(), _parameters(model), strict=True):

@@ -123,7 +123,7 @@ def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor]
     if step not in _SEARCHED:
         return
     alike: dict[Any, list[Tensor]] = {}
-    # A vector may be near by chance: a norm's running statistics are near its weight, and near the bias of the layer before.
+    # Vectors are left out, since they may be close by chance: a norm's running statistics are close to its weight.
     for parameter in parameters:
         if parameter.dim() > 1 and not hasattr(parameter, "device_mesh") and parameter not in _told:
             alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
@@ -140,7 +140,7 @@ def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor]
         if sources := alike.get((tensor.shape, tensor.dtype, tensor.device)):
             sought[id(tensor)] = tensor, address, sources
     # A trained parameter of any model is not an average. A teacher's parameter may require gradients but has no ``grad``.
-    # Only what is alike is asked for it, since a backward on another thread may be writing it.
+    # ``grad`` is read only for candidates, since a backward on another thread may be writing it.
     addresses = {address for _, address, _ in sought.values()}
     known = {address for tensor, address in tensors if address in addresses and _is_trained(tensor)}
     before = _near if step - 1 in _SEARCHED else []

@@ -140,7 +140,7 @@ class Master:
         return getattr(self.stored, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if value is None and name == "grad":  # as each zero_grad() does
+        if value is None and name == "grad":  # zero_grad() does this
             self.stored.grad = None
         elif name == "grad" or _is_own(self, name):
             super().__setattr__(name, value)
@@ -364,7 +364,7 @@ def release(master: Any, *, write_back: bool | None) -> nn.Parameter:
     # The master is forgotten last, so that after an interrupt one of the two still holds the full values.
     if write_back or (write_back is False and not is_low(parameter)):
         if parameter.shape == master.shape and not parameter.is_meta:
-            values = master.data  # the parameter takes the memory as well, if it has the right strides
+            values = master.data  # the parameter takes over the master's memory if strides and device match
             if values.stride() != parameter.stride() or values.device != parameter.device:
                 values = torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(values)
             assign(parameter, values)

@@ -585,8 +585,8 @@ def install(
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN does not support this LSTM on this CPU"))
     follow = bool(rows)
     if resolution.mixes:
-        # these rules only affect operators that could not run otherwise; a border whose own settings have rules records
-        # them for the backward pass without ``follow``
+        # These rules only affect operators that could not run otherwise, so they do not need ``follow``: a border whose
+        # own settings have rules records them for the backward pass in any case.
         extra = rules.stored_low(plan.rules, device_type)
         rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}

@@ -104,7 +104,7 @@ class Agreement:
         """Record that a DistributedDataParallel under construction will average the gradients of these parameters."""
         members = frozenset(dist.get_process_group_ranks(ddp.process_group))
         for parameter in params:
-            if parameter.requires_grad:  # it reduces the parameters that are trainable at its construction, and none that are unfrozen later
+            if parameter.requires_grad:  # DDP reduces only parameters that are trainable at its construction
                 self._averaged[parameter] = weakref.ref(ddp), members, weakref.ref(dist.group.WORLD)
         self._averaging = [*(one for one in self._averaging if one() not in (None, ddp)), weakref.ref(ddp)]
         if self.group is not ALONE and members.issuperset(self._members()):
@@ -432,7 +432,7 @@ class Agreement:
             part = each.amax() if infinite else each.sum()
         if joined:
             summed = self._summed()
-            if flag is not None:  # one number halves the time of two, and an infinite norm carries the flag
+            if flag is not None:  # sent as an infinite norm: one reduction takes half the time of two
                 found = flag.to(home) > 0
                 if summed:
                     part = torch.full_like(part, -math.inf if home.type == "cpu" else math.inf)
@@ -487,7 +487,7 @@ def _clip_by(norm: Tensor, params: Iterable[Tensor], max_norm: float) -> None:
             by_device.setdefault(grad.device, []).append(grad)
     norm = norm.nan_to_num(
         0.0, 0.0
-    )  # a non-finite norm scales nothing, so that non-finite gradients stay visible
+    )  # gradients with a non-finite norm are not scaled, so they stay non-finite
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device, grads in by_device.items():
         _torch.tensors.multiply_each(grads, factor.to(device))

@@ -204,7 +204,7 @@ class KeptBuffers:
         if self._taken == session.number and not (self._unsure and grad):
             return
         if not (training or grad) or (self._groups and _torch.tensors.is_stand_in_call()):
-            return  # this forward writes no buffers, or runs with stand-ins in their place
+            return  # this forward writes no buffers, or writes only substituted ones
         if self._taken == session.number:
             _torch.tensors.outside_dispatch_modes(_torch.tensors.without_grad, self._take_sound)
         else:

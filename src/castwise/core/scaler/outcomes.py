@@ -120,7 +120,7 @@ class Outcomes:
         self._windows += 1
         alone = len(last.states) == len(losses) == 1
         if alone and last.results:
-            (result,) = last.results.values()  # copied when it was requested
+            (result,) = last.results.values()  # its flag was copied to the host when the result was requested
             send = True
         else:
             send = self._eager or self._windows % _SAMPLE_PERIOD == 0

@@ -46,7 +46,7 @@ def _look_at_others(
     number one in place of the inverse scale.
     """
     grads = gradients.held(optimizer)
-    if any(hasattr(grad, "placements") for grad in grads):  # partial sums, which torch's operator reduces
+    if any(hasattr(grad, "placements") for grad in grads):  # torch reduces partial sums in DTensors
         return unscale_others(optimizer, one, flag, allow_fp16)
     return {flag.device: gradients.are_finite(grads, flag.device)}
 
@@ -82,7 +82,7 @@ class StepGuard(GradScaler):
         self.scales = False
         self._unscaling = Unscaling(reduce, None, True, _look_at_others)
         self._refuse = refuse
-        self._clean: _Found | None = None  # zero, and used by nothing else
+        self._clean: _Found | None = None  # flags that are zero and not shared, for reuse
         self._start()
 
     def _start(self) -> None:
@@ -107,7 +107,7 @@ class StepGuard(GradScaler):
 
     def _look(self, optimizer: Optimizer) -> _Found:
         one = self._losses.current.scale
-        if one is None:  # beside the gradients, which need not be on the current device
+        if one is None:  # create it on the gradients' device, which may not be the current one
             grads = (p.grad for group in optimizer.param_groups for p in group["params"])
             home = next((grad.device for grad in grads if grad is not None), None)
             self._losses.get(self._losses.current.name, home)

@@ -112,5 +112,5 @@ class Unscaling:
         # All ranks must make the same collective calls, so each sends exactly one flag, whether its gradients are on
         # several devices or it has none.
         joint = self.agreed(gradients.largest([*flags.values()], flag.device), groups)
-        # One flag also for several devices: torch's scaler adds them up, and fused kernels take no sum but 1 for an overflow.
+        # Return one flag even for several devices: torch's scaler adds flags, and fused kernels detect only exactly 1.
         return {flag.device: joint}

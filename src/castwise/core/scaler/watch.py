@@ -190,7 +190,7 @@ class Watch:
         around = _closure_steps.get(id(owner))
         if id(owner) in self._stepping or (owner is not optimizer and around is not None and around.failed):
             return None
-        within = id(optimizer) in self._window.hidden  # of its own step, which calls that of its base class
+        within = id(optimizer) in self._window.hidden  # inside its own step, calling the base class's step
         self._unhide(optimizer)
         _closure_steps.pop(id(optimizer), None)
         closure = _torch.steps.closure_of(args, kwargs)
@@ -265,7 +265,7 @@ class Watch:
                     f"{type(by).__name__}.step(): the loss scale is still in its gradients, so the update would be too large "
                     f"by that factor. Call amp.step(optimizer), or amp.unscale_(optimizer) first"
                 )
-            computed = key in scaler._flags.states or window.differentiated  # and so it is true by now
+            computed = key in scaler._flags.states or window.differentiated  # unscaled by now
             if not computed and window.were_cleared(optimizer):
                 raise StateError(
                     f"{type(by).__name__}.step(): its gradients have the norm and the direction of scaled gradients that "

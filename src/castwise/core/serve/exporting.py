@@ -85,7 +85,7 @@ def export(
                 "torch.export.export(model, args, strict=False) to see whether the model or the plan is the reason"
             ) from error
         _own_tensors(program, copied)
-        with _unchanged_buffers(copied):  # whose memory is the program's
+        with _unchanged_buffers(copied):  # the program shares the memory of its buffers
             _compare(kind, want, _outputs(program.module(), args, named))
     return program
 
@@ -162,7 +162,7 @@ def _quiet() -> Any:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings(
             "ignore", "The tensor attributes .*_flat_weights"
-        )  # which recurrent layers set again
+        )  # recurrent layers set these attributes again
         yield
 
 

@@ -285,7 +285,7 @@ class Amp(masters.OfThisProcess):
             self._check(found, wrapped=wrapped, inference=inference)
             borders.check_methods(target, methods)
             if inference and "generate" not in methods and borders.has_method(target, "generate"):
-                methods = [*methods, "generate"]  # which calls the parts of an encoder-decoder by themselves
+                methods = [*methods, "generate"]  # generate() calls encoder and decoder separately
             resolution = self.resolve(target, part=part, inference=inference, widen=widen)
             check_arrival(found.low, resolution, widen, again=kept is not None)
             fsdp.check_groups(resolution, target)

@@ -313,7 +313,7 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int], uncalled: Sequence
             watched.idle = 0 if attentive else min(2 * watched.idle + 2, _LOOKS)
             watched.left_out = _chance.randint(
                 0, watched.idle
-            )  # a fixed number could always pass by the same turn
+            )  # with a fixed number, a periodic loop could always be checked in the same phase
             if (watched.model() is None or watched.looks < 0) or (nodes and watched.is_settled(nodes)):
                 if watched.is_called(nodes) and watched.model() is not None:
                     watched.misses = 0

@@ -356,8 +356,8 @@ def watch_formats(
         if same:
             return
         low = [p for p in now if masters.is_low(p)]
-        # without masters, a bf16 or fp16 parameter whose former values are remembered was stored so by the plan itself; with
-        # masters, such a parameter would have a master
+        # Without masters, the plan itself has converted a bf16 or fp16 parameter if its former values are remembered.
+        # With masters, such a parameter would have a master.
         added = [
             p
             for p in low

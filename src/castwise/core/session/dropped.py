@@ -127,7 +127,7 @@ class DroppedUpdates:
             return
         try:
             self._pieces = _stepped_in_fp32(optimizer, made)
-        except Exception as error:  # the class may be any library's, so its step may need anything
+        except Exception as error:  # any library's step() may raise any error
             self.unmeasured[kind] = f"a copy of it cannot step ({type(error).__name__}: {error})"
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class DroppedUpdates:
         for piece in pieces:
             squares = devices.in_fp64(piece.wide.detach() - piece.before.float()).square()
             lasting = _stays(piece) & ~_kept(optimizer, piece, keepers)
-            dropped = squares[lasting.to(squares.device)]  # which is the CPU for a device without fp64
+            dropped = squares[lasting.to(squares.device)]  # squares are on the CPU if the device lacks fp64
             lost = 0.0 if by_chance else float(dropped.sum())
             before = self.by_parameter.get(piece.parameter, (0.0, 0.0))
             self.by_parameter[piece.parameter] = before[0] + float(squares.sum()), before[1] + lost
@@ -237,7 +237,7 @@ def _held(optimizer: Optimizer, piece: _Piece) -> Iterator[tuple[tuple[str, int]
             more = values - piece.state.get(name, torch.zeros_like(values)).float()
             if own.is_floating_point():
                 step = values.abs() * torch.finfo(own.dtype).eps
-            else:  # extra bits of the parameter
+            else:  # an integer tensor holds extra bits of the parameter
                 step = _rounding_step(piece.before) / 2 ** torch.iinfo(own.dtype).bits
                 values, more = values * step, more * step
             yield (name, COPY), values - piece.wide.detach(), step

@@ -234,7 +234,7 @@ class Claim:
             setting.holders.add(self)
             if _claimed.get(place.name) is setting:
                 place.put(value)
-            else:  # a signal handler ran in between, in which the last claim on the setting was given up
+            else:  # a signal handler has meanwhile given up the last claim on the setting
                 self._take(place, value, what)
 
     def close_collected(self) -> None:
@@ -319,7 +319,7 @@ def interrupts_wait() -> Iterator[None]:
             held[came[0][0]](*came[0])
 
 
-# --- all settings ---------------------------------------------------------------------------------------------
+# --- settings that other processes take over ------------------------------------------------------------------
 
 
 def _cudnn_tf32() -> bool | None:

@@ -168,7 +168,7 @@ class _Comparing:
         if not self._runs.repeats_draws:
             self._runs.run(
                 dataclasses.replace(self._first, compile="as_given")
-            )  # to learn which module calls which
+            )  # this pass records which module calls which
         chosen = Choices()
         ran_a = self._runs.run_finite(
             self._first, a.begin, observer=chosen if self._runs.repeats_draws else None

@@ -74,7 +74,7 @@ def try_cures(
                 what = f"{what}{', at ' if what else ''}a loss scale of {candidate.loss_scale.init:g}"
             tried.append(TriedCure(what or "a smaller loss scale", candidate, finite))
         except (CastwiseError, RuntimeError) as error:
-            # The plan or the device does not support the rule or region, or an operator of the loss not the dtypes that now meet.
+            # The plan or device does not support the change, or an operator of the loss does not support mixed dtypes.
             tried.append(TriedCure(what, candidate, False, sentence(error)))
         return tried[-1].finite
 
@@ -84,7 +84,7 @@ def try_cures(
         run("fp64", dataclasses.replace(plan, regions=(Region("**", compute="fp64"),)))
         return tried
     if not run("fp32", PRESETS["fp32"]):
-        return tried  # then no smaller change does either
+        return tried  # if fp32 does not help, no smaller change does
     for what, candidate in _narrow(plan, place, model):
         if run(what, candidate):
             break

@@ -253,7 +253,7 @@ class Run:
                     left = stored_change(weights, changes, format.dtype)
                     squares, errors = in_fp64(changes).square(), in_fp64(left - changes).square()
                     held, gone = (mask.to(squares.device) for mask in (torch.isfinite(left), left == 0))
-                    ledger.put(site_of(name), format.name, None, Tally(  # squares: shares of the update, not of its elements
+                    ledger.put(site_of(name), format.name, None, Tally(  # squares: shares of the update, not of the element count
                         float(squares.sum()), float(squares[~held].sum()), 0.0, float(squares[gone].sum()),
                         float(errors[held].sum()), float(squares[held].sum()),
                     ))  # fmt: skip

@@ -394,7 +394,7 @@ def _culprit(passes: Passes, plan: Plan, first: _Seen) -> tuple[Origin | None, b
         return None, False, ()
     keys = first.keys(in_loss)
     mended, seen = keys, first
-    for _ in range(MOST_SUSPECTS):  # without these origins others may appear
+    for _ in range(MOST_SUSPECTS):  # fixing these origins may reveal others
         seen = _look(passes, plan, mended)
         fresh = seen.keys(in_loss)
         if seen.is_finite(in_loss) or fresh <= mended:

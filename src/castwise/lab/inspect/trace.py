@@ -112,7 +112,7 @@ class Trace(Observer):
         if node is not None and (line is None or not torch.is_grad_enabled()):
             line, forward = (line, "") if made is None else (line or made.line, made.operator)
             return OperatorRun(index, name, module, call, inside, "backward", line, node[0], forward)
-        if self._running:  # recomputed code need not be in a module
+        if self._running:  # recomputed code may be outside of all modules
             module, call, inside = *self._running[-1], True
         phase: Phase = "forward" if node is None else "recomputation"
         place = OperatorRun(index, name, module, call, inside, phase, line)

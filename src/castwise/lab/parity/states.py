@@ -163,7 +163,7 @@ class StateTest:
         if "parametrizations" in name.split(".") or hasattr(owner, "weight_orig"):
             return False
         low = any(region.params in LOW for region in plan.regions)
-        return low or not hasattr(owner, "track_running_stats")  # torch's norm layers
+        return low or not hasattr(owner, "track_running_stats")  # torch's norm layers are left out
 
     def _repeats(self, name: str, runs: _Runs, which: Tensor | None) -> bool:
         """Whether a buffer or untrained parameter changes alike in an fp32 run with different rounding.

@@ -156,7 +156,7 @@ class UpdateTest:
                 broken, broken_at = own.broken, training.steps
             if (
                 again is not None
-            ):  # else the state dict lacks state of the optimizer, or its steps draw random numbers
+            ):  # repeats is False if the state dict is incomplete, or steps draw random numbers
                 repeats = again.repeats(changes)
             comparable = bool(own.changes) and repeats
             for index, group in enumerate(changes):

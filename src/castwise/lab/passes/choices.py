@@ -128,7 +128,7 @@ class _Made(NamedTuple):
         """Whether the results are integers, booleans, or whole numbers in floating format."""
         return not any(
             t.is_floating_point() and bool((t != t.round()).any()) for t in self.results
-        )  # NaN too is no whole number
+        )  # NaN does not count as a whole number either
 
 
 def _is_choice(op: _torch.operators.OpOverload, args: Args, kwargs: Kwargs) -> bool:
@@ -236,7 +236,7 @@ class Changes(Observer):
                 count["changed"] += int(changed.sum())
                 count["wrong"] += int((changed & ~_differ(again[at], theirs)).sum())
             if ours.shape == theirs.shape:
-                ours.copy_(theirs)  # in low formats, whole numbers that they lack are rounded again
+                ours.copy_(theirs)  # a low format rounds whole numbers that it cannot hold
             else:
                 self._rest = []
         return float(made.results[0]) if op is _torch.operators.READ else out

@@ -102,7 +102,7 @@ def _in_format(name: str, given: Given, dtype: torch.dtype, drawn: Tensor) -> Te
     """Return the value that a bf16 or fp16 kernel would draw at the same quantile as the recorded draw of a wider format."""
     if name.startswith(("randint", "random")):
         end = given.get("high", given.get("to"))
-        if end is None:  # random_(): up to the last integer before which all are exact
+        if end is None:  # random_() draws up to the largest integer below which the format holds all integers
             return (
                 drawn.to(widest_dtype(drawn.device))
                 * ((2 / torch.finfo(dtype).eps + 1) / (2 / torch.finfo(drawn.dtype).eps + 1))

@@ -155,7 +155,7 @@ def _tried(context: Context, payload: bytes, plan: Plan, timeout_s: float) -> Co
             raise
         return CompileTrial(unfit(error))
     finally:
-        process.close(ENDED_S)  # they write into the folder that is deleted next
+        process.close(ENDED_S)  # compilers write into the folder that is deleted next
 
 
 def pays_after(search: Search, plan: Plan) -> int | None:

@@ -85,7 +85,7 @@ def decide(
     likely = stats.restarts(times_s, levels[0], strict=STRICT)
     sure = stats.restarts(
         times_s, levels[1]
-    )  # few starts are not treated strictly here: a choice for lack of time uses all that is known
+    )  # not strict with few starts: if time runs out, the choice uses all available evidence
     strict = stats.restarts(times_s, levels[1], strict=levels[1])
     lead = {one: max((sure[one, two].low for two in order if two != one), default=0.0) for one in order}
     out = frozenset(one for one, two in strict if strict[one, two].low > MARGIN)

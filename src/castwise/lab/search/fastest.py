@@ -198,7 +198,7 @@ def _lightest(search: Search, plans: Sequence[Plan]) -> None:
     _final(search, list(dict.fromkeys([search.choice.plan, *sound[:2]])))
 
 
-# --- what is raced ------------------------------------------------------------------------------------------
+# --- plans in the race --------------------------------------------------------------------------------------
 
 
 def _by_costs(search: Search, plans: Sequence[Plan]) -> list[Plan]:

@@ -185,7 +185,7 @@ def keep(job: Job, device: torch.device, plan: Plan, record: Mapping[str, Any]) 
         partial.unlink(missing_ok=True)
         handle = os.open(
             partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
-        )  # never follow another user's link
+        )  # O_EXCL does not follow another user's link
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(entry, file)
         partial.replace(path)

@@ -127,7 +127,7 @@ def is_doubtful(found: ParityResult) -> bool:
     near = found.severity <= DOUBT and own <= COMPARABLE * found.damage.value
     return (
         near and not found.strayed and not found.owners and not found.biased
-    )  # training losses do not depend on running statistics, and short runs do not average out noise as long runs do
+    )  # training losses do not depend on running statistics, and a bias only shows in longer runs
 
 
 def affordable_steps(room_s: float, a_pair_s: float, pairs: int, asked: int = 0, most: int = MOST) -> int:

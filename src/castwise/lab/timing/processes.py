@@ -262,7 +262,7 @@ class Home:
                 process.wait()
         while self._copies:
             pid = self._copies.pop()
-            os.kill(pid, signal.SIGKILL)  # it has answered, or its answer is no longer needed
+            os.kill(pid, signal.SIGKILL)  # its answer has arrived or is no longer needed
             os.waitpid(pid, 0)
 
     def start(self, work: Callable[..., Any], *args: Any) -> Process:

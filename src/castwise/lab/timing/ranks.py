@@ -52,7 +52,7 @@ class Lockstep(Ranks):
     def __init__(self, call: str | None = None) -> None:
         try:
             super().__init__(ALONE if call is None else dist.new_group(backend="gloo"))
-            if call is not None:  # a rank that raised at once would end before the others have joined
+            if call is not None:  # otherwise a rank that raises early could end before the others have joined
                 dist.barrier(self.group)
         except RuntimeError as error:
             raise StateError(

@@ -35,7 +35,7 @@ BLOCK_S = 0.01
 """Target duration of a block of calls, in fp32: far above the clock's resolution."""
 
 
-# --- what is measured ---------------------------------------------------------------------------------------
+# --- formats and operators ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -420,6 +420,6 @@ def measure_bandwidth(
     copies = Calls(lambda: target.copy_(source))
     calls = 1 if device.type == "cpu" else 10
     lap = race([("", copies)], rounds=repetitions, steps=calls, device=device, warmup=1)[""]
-    taken = lap.checked()  # without the first, which maps the target's pages
+    taken = lap.checked()  # after a warm-up copy, which maps the target's pages
     middle, low, high = (2 * copied_bytes / stats.quantile(taken, q) / 1e9 for q in (0.5, 0.75, 0.25))
     return Bandwidth(middle, low, high, copied_bytes)

@@ -280,7 +280,7 @@ def paired(baseline: Lap, candidate: Lap) -> tuple[list[float], list[float]]:
         (a, b)
         for a, b in zip(
             baseline.times_s, candidate.times_s, strict=False
-        )  # in mid-round one candidate may have one time more
+        )  # in the middle of a round one candidate may have one more time
         if a is not None and b is not None
     ]
     return [a for a, _ in both], [b for _, b in both]

@@ -130,7 +130,7 @@ class Auditor:
         if weights is not None:
             live = [g for name, g in prober.grams(probe, weights).items() if name not in test.dead]
             adam = self._damage("adam", live) if live else None
-        if not max(damage / FAIL, 0.0 if adam is None else adam / ADAM_FAIL) < SUSPECT:  # NaN does not decide
+        if not max(damage / FAIL, 0.0 if adam is None else adam / ADAM_FAIL) < SUSPECT:  # or NaN
             return None
         sums = {name.rpartition(".")[0]: 0.0 for name in grams}
         for name, g in grams.items():

@@ -155,7 +155,7 @@ class Monitor(OfThisProcess):
         self._end.atexit = False
         self._listened = amp.listen(losses=self._sampler.hear, steps=self._stepped)
 
-    # --- what there is to see -----------------------------------------------------------------------------
+    # --- observed values ----------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -387,7 +387,7 @@ class Monitor(OfThisProcess):
             self._take_news()
         return audit
 
-    # --- giving out ---------------------------------------------------------------------------------------
+    # --- output -------------------------------------------------------------------------------------------
 
     def _take_news(self) -> None:
         while self._detector.news:

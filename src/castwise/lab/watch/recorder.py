@@ -147,7 +147,7 @@ class Recorder(OfThisProcess):
         self._end()
         self._step, self._closed = None, True
 
-    # --- what a training tells --------------------------------------------------------------------------------
+    # --- events of the training -------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader, and remember each batch before it is yielded.
@@ -224,7 +224,7 @@ class Recorder(OfThisProcess):
             skipped, has = result.skipped, step.weights is not None
             if skipped and step.why is None:
                 step.why = "overflow", "the step was skipped because gradients are not finite"
-            step.moved |= not has and step.over  # by an earlier optimizer of this step
+            step.moved |= not has and step.over  # an earlier optimizer of this step has moved the weights
             why = step.why if step.why is not None and self._wants(step.why[0]) else None
             wrong, some_have, some_lack = self._any(why is not None, has, not has)
             if wrong and (skipped or (not some_lack if self._is_cut else some_have)):

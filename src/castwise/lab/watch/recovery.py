@@ -456,7 +456,7 @@ class Recovery(OfThisProcess, Result):
         self._data.passed.add(step)
         self._progress.skipped.append(step)
 
-    # --- what was done ----------------------------------------------------------------------------------------
+    # --- log --------------------------------------------------------------------------------------------------
 
     def _log(self, suspect: _Suspect, found: Diagnosis, action: str) -> None:
         one = Rollback(

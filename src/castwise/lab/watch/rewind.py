@@ -63,7 +63,7 @@ class Rewind:
         last = -1
         for first in self._kept:
             enough = self._bytes <= self._keep_bytes and self.base + count >= oldest
-            if first.step == self._next_step or (enough and first.step != last):  # a step is discarded whole
+            if first.step == self._next_step or (enough and first.step != last):  # discard only whole steps
                 break
             self._bytes -= first.moment.nbytes
             count, last = count + 1, first.step

@@ -112,7 +112,7 @@ class Symptoms:
         self._skips = (
             [*(one for one in self._skips if one != step), step] if skipped and self._is_final() else []
         )
-        # where the skipped steps began: the last good state before them may hold what makes them fail
+        # The first of the steps skipped in a row; states saved after it may contain the cause of the skips.
         began = step if self._skipping is None else self._skipping
         self._skipping = began if skipped else None
         self.high = False

@@ -87,7 +87,7 @@ class Exploration:
             machine = self._run(choices, leftover)
             for text, decision in _flips(machine):
                 if text not in base.asked and len(choices) < 3:
-                    waiting.append({**choices, text: decision})  # a test behind this one
+                    waiting.append({**choices, text: decision})  # a test that is reached only after this one
 
     def _run(self, choices: dict[str, str], leftover: tuple[ast.AST, ...]) -> Machine:
         machine = Machine(self.program, choices, _PARTS, lambda trace: Rules(self.facts, trace))
@@ -99,7 +99,7 @@ class Exploration:
                     _enter(machine, node)
         except (SpentError, RecursionError):
             rules.end()
-            rules.later.clear()  # what is missing may be in the rest
+            rules.later.clear()  # the code that was not run may hold the missing calls
         else:
             rules.end()
         self.visited |= machine.visited

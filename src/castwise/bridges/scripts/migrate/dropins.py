@@ -143,7 +143,7 @@ class _DropIns:
                 binds += [library] if alias.asname is None else []
                 if alias.asname is None and here(name) == library:
                     continue
-                alias = alias.with_changes(name=_dotted(here(name)))  # loads the part
+                alias = alias.with_changes(name=_dotted(here(name)))  # loads the submodule
             else:
                 self._look_at_module(node, library)
             aliases.append(alias)

@@ -147,7 +147,7 @@ def look(source: bytes) -> Script:
         if name == _INSTALL
         for library in ([_text(argument) for argument in call.args] or LIBRARIES)
     }
-    quoted = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings, and annotations:
+    quoted = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings and annotations
     for node in nodes:
         for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             quoted.update(map(id, ast.walk(each)) if isinstance(each, ast.expr) else ())
@@ -265,7 +265,7 @@ def _together(importers: Mapping[Path, Collection[Path]]) -> Iterator[set[Path]]
         yield group
 
 
-# --- in which of them imports stay --------------------------------------------------------------------------
+# --- scripts whose imports stay -----------------------------------------------------------------------------
 
 
 def staying(scripts: Mapping[Path, Script], root: Path) -> Mapping[Path, Mapping[str, Stay]]:

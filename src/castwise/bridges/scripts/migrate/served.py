@@ -80,7 +80,7 @@ def lacks(dotted: str) -> str:
         if part in _OF_ANY_MODULE:
             return ""
         if part in names and (inside is None or inside.get(part)):
-            return ""  # a class, a function or an object, even where the module that defines it has its name
+            return ""  # not a module, although a module may have the same name
         if inside is None:
             return at
     return ""

@@ -297,7 +297,7 @@ def _swap_chains(edits: Edits, uses: list[_Use]) -> list[cst.CSTNode]:
         for item in view.bindings(first):
             assert isinstance(item, meta.ImportAssignment)
             line, node = view.statement(item.node), item.node
-            if any(outer is line for outer in view.around(use.node)):  # on the line of its import
+            if any(outer is line for outer in view.around(use.node)):  # in the statement that imports it
                 assert isinstance(node, (cst.Import, cst.ImportFrom))
                 beside[node, SWAPS[use.name]] = None
                 continue

@@ -28,7 +28,7 @@ def _check_depth(code: str) -> None:
         except SyntaxError as error:
             if "too many" in str(error):
                 raise
-        except ValueError:  # LibCST says what is wrong
+        except ValueError:  # LibCST reports this error
             pass
 
 

@@ -159,7 +159,7 @@ class Complaint:
         self._outside = False
         with _in_force(self._off):
             calls, _ = failed_calls(self._error.__traceback__)
-            if said := self._tried(calls, self._off):  # in the backward of a user's Function
+            if said := self._tried(calls, self._off):  # the error is in the backward of a user's Function
                 return said.replace(" outside of the model, in ", " in backward, in ", 1)
             calls = failed_in_backward(loss, self._error, MOST_S)
         said = self._tried(calls, self._inside)
@@ -228,7 +228,7 @@ class Complaint:
             return False
         return True
 
-    # --- what a plan can do ---------------------------------------------------------------------------------
+    # --- changes of the plan --------------------------------------------------------------------------------
 
     def _cures(self, call: Call, where: Frame) -> list[str]:
         """Return advice for each change of the plan, or of the arguments of ``prepare``, with which the call runs."""
@@ -335,7 +335,7 @@ class Complaint:
                     )
         return found
 
-    # --- what to write --------------------------------------------------------------------------------------
+    # --- casts in the user's code ---------------------------------------------------------------------------
 
     def _line(self, call: Call, where: Frame) -> tuple[Mapping[int, torch.dtype], str]:
         """Find casts of the call's tensors with which the call runs.

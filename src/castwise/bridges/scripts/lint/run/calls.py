@@ -93,7 +93,7 @@ def _super(machine: Machine, node: ast.Call, scope: Scope) -> Value:
     if isinstance(owner, Class) and machine.running and scope.get("__self__") is not None:
         first = scope.get("__self__")
     if isinstance(owner, Class) and isinstance(first, Instance) and first.kind is not None:
-        # the same fields, seen by the bases
+        # an object with the same fields, on which methods of the base classes are found
         return Instance(first.place, first.loops, kind=Class(owner.place, bases=owner.bases, names=Scope(scope.module, None)), fields=first.fields)  # fmt: skip
     return machine.unknown(node, "super()")
 

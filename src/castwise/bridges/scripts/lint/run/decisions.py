@@ -112,7 +112,7 @@ def _equal(machine: Machine, node: ast.Compare, left: Value, right: Value, defau
             if left.is_object or left.is_tensor or left.made or left.text in machine.equal_to:
                 return False
             if left.turn is None and machine.asked.get(left.text, (False,))[0]:
-                return False  # it was true before
+                return False  # the script has tested it as true before
             return choose(machine, f"{left.text} is None", default, left.turn)
         if isinstance(right, (Const, External)):
             wanted = right.value if isinstance(right, Const) else right.name

@@ -245,7 +245,7 @@ def attribute(machine: Machine, of: Value, name: str, node: ast.AST) -> Value:
                 fields[name] = new
             return fields[name]
         case Const(value=value) if isinstance(value, str) and name == "type":
-            return of  # of a device
+            return of  # the ``type`` of a device
     return Method(machine.place(node), of=of, name=name)
 
 

@@ -82,7 +82,7 @@ def method(
     is_named = isinstance(of, Unknown) and len(given) + len(named) < 2 and (is_spelled or SCHEDULED.search(called_name(of.text)))  # fmt: skip
     is_of_program = isinstance(of, Instance) and name == "step" and is_scheduler(of)
     if isinstance(of, Scheduler) or is_of_program or (is_named and name == "step"):
-        if name == "step" and first is None:  # else it follows a metric or a progress that it is given
+        if name == "step" and first is None:  # a scheduler with an argument follows a metric or the epoch
             machine.rules.scheduled(of, node)
         return State(machine.place(node), of=of) if name == "state_dict" else machine.const(node, None)
     if name == "step" and is_optimizer(of):

@@ -138,11 +138,11 @@ class Rules:
         self._low_losses: list[Place] = []
         self._trained_low: set[Value] = set()
         self._cuda: set[Place] = set()
-        self._falls_back = False  # the script has chosen the CPU because there is no CUDA
-        self._cuda_needed = False  # it moves something to CUDA all the same
+        self._falls_back = False  # the script selects the CPU if there is no CUDA
+        self._cuda_needed = False  # the script moves something to CUDA in any case
         self._scaled_last: Value | None = None  # the scaler of the last backward; None if it was not scaled
-        self._zeroed: set[Value] = set()  # whose gradients were set to zero since the last scaled backward
-        self._stepped_in: tuple[ast.AST, ...] = ()  # the loops in which a scaler stepped last
+        self._zeroed: set[Value] = set()  # optimizers and models zeroed since the last scaled backward
+        self._stepped_in: tuple[ast.AST, ...] = ()  # the loops around the last step of a scaler
         self._has_stepped = False
         self._has_autocast = False
 
@@ -282,9 +282,7 @@ class Rules:
         clipped = frozenset().union(*(each.modules for each in values))
         known = [each.modules for each in now.unscaled]
         if clipped and known and all(known) and not any(map(_may_be_another, clipped.union(*known))):
-            parts = set(
-                reachable(list(clipped))
-            )  # an optimizer may hold a part of what is clipped, or the whole of it
+            parts = set(reachable(list(clipped)))  # an optimizer may hold all clipped modules or some of them
             return any(not parts.isdisjoint(reachable(list(each))) for each in known)
         return bool(known)
 
@@ -330,7 +328,7 @@ class Rules:
                 self._of_loops[scaler.place].add(scaler)
                 if isinstance(
                     inner[-1], (ast.FunctionDef, ast.AsyncFunctionDef)
-                ):  # its caller makes the loop
+                ):  # the loop is in the function's caller
                     self.report("scaler-in-the-loop", scaler.place)
             self.later.add((place, "scaler-not-updated", scaler.place))
         self._stepped_in = tuple(self.trace.loops)
