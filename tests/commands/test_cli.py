@@ -264,7 +264,7 @@ def test_what_cannot_be_done_is_one_sentence_and_code_1(
 
 def test_a_device_that_is_not_there() -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device here")
+        pytest.skip("this machine has a CUDA device")
     for command in ("bench", "train", "tune", "doctor"):
         result = _run(command, f"{TINY}:mlp", "--device", "cuda")
         assert result.exit_code == 1

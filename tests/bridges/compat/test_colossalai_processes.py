@@ -90,7 +90,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_both(two: World, layout: str,
 def test_accumulated_batches_are_one(two: World, layout: str, mode: str) -> None:
     """Losses are divided by 2, and only the second of two batches makes a step."""
     if (layout, mode) == ("zero", "none"):
-        pytest.skip("zero by itself is the naive plan")
+        pytest.skip("ZeRO alone is the naive plan")
     answers = two.run(cases.train, layout, mode, None, 2)
     check(mode, answers)
     for _, returned, _ in answers:

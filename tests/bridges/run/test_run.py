@@ -545,7 +545,7 @@ for loss, outputs in (
 
 
 def test_gradients_of_what_is_no_loss_are_finite_where_they_are_without_a_scale(tmp_path: Path) -> None:
-    """Gradients of a sum overflow fp16 at the loss scale of a mean; only the second gradient here may overflow."""
+    """A sum's gradients overflow fp16 at a mean's loss scale; only the first overflow after finite gradients stays."""
     (tmp_path / "train.py").write_text(INPUTS)
     plain = Forked(main, ["run", "--plan", "fp32", "train.py"], tmp_path, tmp_path / "plain")
     scaled = Forked(main, ["run", "--plan", "fp16-mixed", "train.py"], tmp_path, tmp_path / "scaled")

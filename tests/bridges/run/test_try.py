@@ -213,7 +213,9 @@ def test_from_the_command_line(here: Path) -> None:
     assert torch.__version__ in done.stdout
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="getrusage tells it as it is elsewhere")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere getrusage gives the peak of the process itself"
+)
 def test_memory_is_that_of_the_script_whatever_its_parent_holds(tmp_path: Path) -> None:
     ballast = torch.ones(3 << 26)  # 0.75 GiB
     said = run_python(

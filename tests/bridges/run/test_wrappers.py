@@ -257,7 +257,7 @@ def test_an_overflow_reaches_no_weight_through_an_optimizer_that_is_not_prepared
     which: str, plan: str, tmp_path: Path
 ) -> None:
     if plan == "fp16-master" and "around" not in which:
-        pytest.skip("low weights have masters in one optimizer")
+        pytest.skip("low weights can have masters in one optimizer only")
     (tmp_path / "train.py").write_text(HEAD + UNPREPARED[which] + LOOP.replace("16", "32"))
     ran = _run(f"{plan}+loss_scale.init={2**28}", tmp_path)
     found = _printed(ran)

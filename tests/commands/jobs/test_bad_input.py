@@ -240,7 +240,7 @@ def test_a_model_given_as_an_object_is_as_it_was(job: str) -> None:
 )
 def test_a_device_that_is_not_there(call: str, device: str, text: str, tmp_path: Path) -> None:
     if device == "xpu" and torch.xpu.is_available():
-        pytest.skip("there is one here")
+        pytest.skip("this machine has such a device")
     job = Workload("job", network, sgd, batches, loss)
     calls: dict[str, Call] = {
         "tune": lambda job, _: castwise.tune(job, device=device),

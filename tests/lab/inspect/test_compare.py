@@ -486,7 +486,7 @@ class Fails(Exception):
 @pytest.mark.parametrize("passes", [1, 2, 4])
 def test_the_model_is_as_it_was(error: type[BaseException] | None, passes: int) -> None:
     if error is None and passes > 1:
-        pytest.skip("once is enough where nothing fails")
+        pytest.skip("without a failure one case is enough")
     model = Parts()
     model.drop.eval()
     parts_loss(model, batch()).backward()

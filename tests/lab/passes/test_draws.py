@@ -118,10 +118,10 @@ def test_a_replayed_draw_has_the_distribution_of_the_formats_own_kernel(
 ) -> None:
     """A replayed sample and a sample of the format's own kernel differ in distribution by chance only."""
     if name == "rrelu" and dtype is torch.float16:
-        pytest.skip("torch has no such kernel on a CPU")
+        pytest.skip("torch has no rrelu kernel for fp16 on a CPU")
     if name == "randn" and COARSE_DRAWS and torch.get_default_device().type == "cpu":
         pytest.skip(
-            "torch 2.11 makes it of 256 or 2048 uniform numbers on a CPU, which the replay does not follow"
+            "torch 2.11 draws randn on a CPU from only 256 or 2048 uniform numbers, which the replay does not imitate"
         )
     _, draws = _recorded(lambda: KERNELS[name](torch.float32))
     again, strayed = _replayed(lambda: KERNELS[name](dtype), draws, seed=1)

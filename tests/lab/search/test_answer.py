@@ -29,7 +29,7 @@ SOUND = ParityResult(AUTOCAST, "pass", "", Estimate(0.001, 0.0005, 0.002, 0.001,
 
 
 def searched(chosen: Plan, times: dict[Plan, float], **settings: object) -> Search:
-    """Return a finished search with these seconds per step, which vary by 0.1 to 0.2 % between starts."""
+    """Return a finished search with these seconds per step, which vary by up to 0.2 % between starts."""
     search = Search(Context(find_workload("sine?size=16"), torch.device(DEVICE), Settings(**settings)))  # type: ignore[arg-type]
     search.begun, search.complete = BEGUN, True
     starts = [[[t * (1 + 0.001 * ((i + s) % 3))] * 4 for s in range(4)] for i, t in enumerate(times.values())]

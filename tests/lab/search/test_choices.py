@@ -199,7 +199,7 @@ def test_losses_inside_the_model_may_follow_their_inputs() -> None:
 
 
 def test_a_part_that_is_slower_low_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: True)  # or bf16 is dropped after a piece
+    monkeypatch.setattr(_torch.cpu, "cpu_has_bf16", lambda: True)  # else a trial on a piece drops bf16
     made = workload(SlowWhenLow)
     model = made.model()
     batch = next(batches(0))

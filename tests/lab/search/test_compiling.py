@@ -41,9 +41,9 @@ from tests.soak import every, pairs, soaks
 CPU = torch.device(DEVICE)
 BF16, FP32_COMPILED = (Plan.parse(f"{name}+compile=default") for name in ("bf16-mixed", "fp32"))
 
-compiles = pytest.mark.skipif(DEVICE == "sim", reason="nothing compiles for the simulated device")
+compiles = pytest.mark.skipif(DEVICE == "sim", reason="the simulated device has no compiler")
 needs_backend = pytest.mark.skipif(
-    not hasattr(torch.compiler, "set_default_backend"), reason="this torch compiles by Inductor alone"
+    not hasattr(torch.compiler, "set_default_backend"), reason="this torch can compile with Inductor only"
 )
 
 

@@ -290,7 +290,7 @@ def test_an_interval_without_a_start_of_both_reaches_everywhere() -> None:
 
 
 def test_a_program_that_fails_after_its_first_start_leaves_the_others_their_intervals() -> None:
-    """Regression: with one pair left, the spread of the others was a division by zero."""
+    """Regression: with two plans left, their pair's spread did not apply to the others: a division by zero."""
     two, one = [[1.0, 1.1, 1.2], [1.0, 1.2, 1.1]], [[1.0, 1.1, 1.1]]
     found = restarts([two, two, one])
     assert 0.5 < found[0, 2].low < found[0, 2].high < 2.0

@@ -222,7 +222,7 @@ def test_the_race_tells_those_of_one_storage_apart_sooner_than_two(
     )
     places = {master: 1.0, AUTOCAST: 1.06, behind: 1.12, far: 1.09}
     contest = raced(searching(workload(SlowWhenLow)), {FP32: 2.0, **places})
-    assert contest._survivors([FP32, *places]) == [FP32, *places]  # after four rounds nobody leaves
+    assert contest._survivors([FP32, *places]) == [FP32, *places]  # after four rounds no plan leaves
     for entry in contest.entries.values():
         entry.times_s *= 2
     assert contest._survivors([FP32, *places]) == [FP32, master, AUTOCAST]

@@ -201,7 +201,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 def test_what_somebody_else_can_have_written_is_passed_over(cache: Path, what: str) -> None:
     job, path = entry_of(cache)
     if "another user" in what and os.getuid() != 0:
-        pytest.skip("only root gives files away")
+        pytest.skip("only root can change the owner of a file")
     FOREIGN[what](path)
     assert find(job, CPU, SETTINGS) == (None, [])
 

@@ -1,4 +1,4 @@
-"""Finalists keep freed host memory only if page faults cost time; the race and single runs set it per plan."""
+"""Finalists keep freed host memory only if page faults cost time; the race always keeps it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def true_row(result: castwise.TuneResult) -> Candidate:
     rows = [row for row in result.evidence.candidates if Plan.parse(row.plan).lacks_masters]
     row = next(row for row in rows if row.peak_bytes is not None)
     if DEVICE == "cuda" and row.reason.startswith("takes as much memory"):
-        pytest.skip("beside what cuBLAS takes for itself, so small a model saves nothing: it is not trained")
+        pytest.skip(
+            "the model is too small to save memory beside cuBLAS workspaces, so the plan is not trained"
+        )
     return row
 
 

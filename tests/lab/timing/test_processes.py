@@ -304,7 +304,7 @@ def test_a_home_that_cannot_begin_says_so_when_it_is_asked(monkeypatch: pytest.M
             home.start(has, "sklearn")
 
 
-@pytest.mark.skipif(not processes.FORKS, reason="nothing is forked here")
+@pytest.mark.skipif(not processes.FORKS, reason="this system does not fork processes")
 def test_a_home_ends_though_what_was_forked_meanwhile_has_a_copy_of_its_line(
     one_home: Callable[[Home], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ def test_given_weights_are_where_training_starts(mlp: Workload) -> None:
 
 def test_process_wide_settings_hold_in_the_block_alone() -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this CPU has no bf16 inside fp32 products")
+        pytest.skip("this CPU cannot use bf16 inside fp32 matrix products")
     seen: list[str] = []
 
     class Looks(nn.Linear):

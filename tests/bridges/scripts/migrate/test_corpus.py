@@ -131,7 +131,7 @@ def test_half_a_program_is_finished_by_a_second_run(program: Program, tmp_path: 
     """A killed first run leaves only some of the files migrated."""
     done = {file.path.relative_to(program.after): file for file in program.result.changed}
     if len(done) < 2:
-        pytest.skip("it is written whole or not at all")
+        pytest.skip("a single file cannot be half written")
     for one in done:
         for is_done in (True, False):
             folder = tmp_path / f"{one.as_posix().replace('/', '-')}-{is_done}"
@@ -167,7 +167,7 @@ def test_every_import_is_there_or_listed(program: Program) -> None:
 def test_a_program_trains_as_it_did(program: Program) -> None:
     """Losses, loss scales and weights are bitwise equal."""
     if head(program.name, "run") == "no":
-        pytest.skip("it needs a GPU, processes, or what the drop-in does not have")
+        pytest.skip("needs a GPU, several processes or a part that the drop-in lacks")
     want = train(program.before, served=True)
     got = train(program.after, served=program.becomes == "stays")
     assert len(want["losses"]) >= 5

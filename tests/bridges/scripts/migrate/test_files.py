@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_a_problem_and_stays(tmp_path: Path, raw: bytes, 
         result.check()
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
     (tmp_path / "good.py").write_text(BEFORE)
@@ -364,7 +364,9 @@ def test_what_fails_half_way_is_taken_back(
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can change the owner of a file"
+)
 def test_a_file_keeps_its_owner(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(BEFORE)
