@@ -2,4 +2,4 @@
 
 import os
 
-os.environ["CASTWISE_CACHE_DIR"] = ""  # what one test's search finds is nothing to another's
+os.environ["CASTWISE_CACHE_DIR"] = ""  # a cached search result must not affect other tests

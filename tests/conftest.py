@@ -1,4 +1,4 @@
-"""What every test runs under."""
+"""Fixtures and hooks for all tests."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from tests.soak import SOAKING, dealt
 
 try:
     import hypothesis
-except ModuleNotFoundError:  # the tests for a GPU need pytest alone
+except ModuleNotFoundError:  # the GPU tests need only pytest
     pass
 else:
-    # Examples that compute on tensors take as long as the machine's other work lets them.
+    # Tensor computations take as long as the machine's other work makes them.
     hypothesis.settings.register_profile("castwise", deadline=None)
     hypothesis.settings.load_profile("castwise")
 
 
 def can_compile_cpp() -> bool:
-    """Whether torch.compile's default backend can work here: it needs a C++ compiler and Python's headers."""
+    """Return whether torch.compile's default backend works: it needs a C++ compiler and Python's headers."""
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return shutil.which(os.environ.get("CXX", "g++")) is not None and headers.is_file()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to a soak what is its, and skip tests that need what this machine lacks, saying so."""
+    """Deselect tests that only a soak runs, and skip tests that need something this machine lacks."""
     if not SOAKING and (left := dealt(items)):
         config.hook.pytest_deselected(items=sorted(left, key=lambda item: item.nodeid))
         items[:] = [item for item in items if item not in left]
@@ -68,11 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def one_home() -> Iterator[Callable[[Home], socket.socket]]:
-    """Processes that measure are forks of one, which is a fork of what tests fork: an interpreter would import torch again.
+    """Fork measuring processes from one fork of the tests' server, because a new interpreter would import torch again.
 
-    What is yielded starts the interpreter.
+    Yields the function that starts an interpreter.
     """
-    if DEVICE != "cpu" or torch.cuda.is_available():  # a fork of a process that has used a device cannot
+    if DEVICE != "cpu" or torch.cuda.is_available():  # a process that has used a device cannot be forked
         yield Home.line
         return
     lines: list[socket.socket] = []
@@ -85,14 +85,15 @@ def one_home() -> Iterator[Callable[[Home], socket.socket]]:
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         real = Home.line
         patch.setattr(Home, "line", line)
-        patch.setattr("castwise.lab.timing.processes._end", socket.socket.close)  # theirs is a copy
+        # The connection is a duplicate: only close it.
+        patch.setattr("castwise.lab.timing.processes._end", socket.socket.close)
         yield real
 
 
 @pytest.fixture(autouse=True, scope="session")
 def files_follow_their_schemas() -> Iterator[None]:
-    """Every plan, and the evidence of every search, that a test has written follows the schema that is published."""
-    if not schemas.INSTALLED:  # the tests for a GPU need pytest alone
+    """Check that every plan and evidence file written by a test follows the published schema."""
+    if not schemas.INSTALLED:  # the GPU tests need only pytest
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +104,7 @@ def files_follow_their_schemas() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """One thread, so that sums have one order and no test spins on cores that others use."""
+    """Use one thread, so that sums have one order and tests do not compete for cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -112,10 +113,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_old_is_met() -> None:
-    """What files before have compiled is forgotten: each ``prepare`` after it would read all of its guards.
+    """Forget code compiled in earlier test files, because each later ``prepare`` would read all of its guards.
 
-    And what is there before a file's tests is out of the collector's sight: many of them collect, some at each step, and
-    two million objects of torch, Dynamo and Inductor cost a second each time.
+    Also exclude existing objects from garbage collection: many tests collect, some at each step, and two million
+    objects of torch, Dynamo and Inductor cost a second each time.
     """
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -123,13 +124,13 @@ def nothing_old_is_met() -> None:
     gc.freeze()
     gc.set_threshold(
         20_000, 20, 20
-    )  # what one test leaves is little: looking for it less often saves a twentieth
+    )  # a test leaves little garbage; fewer collections save a twentieth of the time
 
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
-    """No test leaves autocast on, or another default dtype behind, for the tests after it."""
-    frames._kept.clear()  # kernels of blocks that backward passes of other tests might have needed
+    """Check that no test leaves autocast on or another default dtype."""
+    frames._kept.clear()  # kernels of blocks, kept for backward passes of other tests
     yield
     on = [device for device in {"cpu", "cuda", DEVICE} if torch.is_autocast_enabled(device)]
     for device in on:

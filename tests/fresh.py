@@ -1,4 +1,4 @@
-"""Run code in a Python process of its own, as a user would."""
+"""Run code in its own Python process, as a user would."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ exec(compile(request["code"], "<stdin>", "exec"), vars(sys.modules["__main__"]))
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """A process that has imported torch and Dynamo, and nothing of castwise, and forks one for each code that it is sent.
+    """Return a process that has imported torch and Dynamo but not castwise; it forks a process for each code it
+    receives.
 
-    It hashes strings unlike the tests' own.
+    It uses another hash seed than the tests.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -53,7 +54,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def run_python(code: str, cwd: Path, *, strict: bool = False) -> str:
-    """What ``code`` prints in ``cwd``, in a process that has imported torch and Dynamo alone.
+    """Return what ``code`` prints in ``cwd``, in a process that has imported only torch and Dynamo.
 
     With ``strict``, warnings are errors.
     """
@@ -73,7 +74,7 @@ def run_python(code: str, cwd: Path, *, strict: bool = False) -> str:
 
 
 def run_interpreter(code: str, cwd: Path, *flags: str) -> str:
-    """What ``code`` prints in an interpreter that has only just started with ``flags``."""
+    """Return what ``code`` prints in a new interpreter with ``flags``."""
     done = subprocess.run(
         [sys.executable, *flags, "-"], input=code, cwd=cwd, env={**os.environ, **_OWN}, capture_output=True, text=True,
         check=False,

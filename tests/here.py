@@ -1,4 +1,4 @@
-"""Which device the tests run on: the environment's CASTWISE_TEST_DEVICE, which is cpu, sim (the simulated one) or cuda."""
+"""The device that the tests run on, from CASTWISE_TEST_DEVICE: cpu (default), sim (the simulated device) or cuda."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE = os.environ.get("CASTWISE_TEST_DEVICE", "cpu")
 """The type of the device that models, data and sessions are on."""
 
 FP32_MATMUL = {"cpu": "bf16", "cuda": "tf32"}.get(DEVICE, "ieee")
-"""How the device can compute fp32 products other than torch does by itself, if it can."""
+"""A way to compute fp32 products on the device other than torch's default, if there is one."""
 
 if DEVICE == sim.NAME:
     try:
@@ -24,11 +24,11 @@ if DEVICE == sim.NAME:
     sim.register_in_interpreters()
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
-    torch.backends.cudnn.deterministic = True  # many tests hold two runs to the same bits
+    torch.backends.cudnn.deterministic = True  # many tests require equal bits in two runs
 
 
 def until_known(step: Callable[[], object], fused: bool = True) -> None:
-    """Step, and on a device that decides itself as often again as the host may need to hear of the first."""
+    """Step; on a device that decides skips itself, repeat until the host must know about the first step."""
     for _ in range(6 if fused and DEVICE != "cpu" else 1):
         step()
         if fused and DEVICE != "cpu":
@@ -37,7 +37,7 @@ def until_known(step: Callable[[], object], fused: bool = True) -> None:
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises."""
+    """Make every wait of the host for the device raise."""
     if DEVICE == sim.NAME:
         with sim.no_waits():
             yield
@@ -50,5 +50,5 @@ def no_waits() -> Iterator[None]:
 
 
 def waits() -> int:
-    """How often the host has waited for the simulated device, for anything but an event."""
+    """Return how often the host has waited for the simulated device, except for events."""
     return sum(count for kind, count in sim.waits().items() if kind is not sim.Wait.EVENT)

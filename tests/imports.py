@@ -1,4 +1,4 @@
-"""What the process that tests fork has imported."""
+"""Imports of the process that tests are forked from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 
-os.environ["TORCH_WARM_POOL"] = "0"  # or Inductor starts processes where there is Triton
+os.environ["TORCH_WARM_POOL"] = "0"  # otherwise Inductor starts processes if Triton is installed
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure
@@ -15,7 +15,7 @@ import rich.markdown
 import sklearn.datasets
 import tqdm
 
-tqdm.tqdm.monitor_interval = 0  # no thread that a fork would lose
+tqdm.tqdm.monitor_interval = 0  # starts no thread, which a fork would lose
 
 import torch._dynamo.backends.debugging
 import torch._functorch.aot_autograd
@@ -38,6 +38,6 @@ import castwise.report.train
 import tests.here
 from castwise.lab.workloads import digits
 
-digits.split()  # is read once, too
+digits.split()  # reads the data once
 gc.collect()
-gc.freeze()  # a fork then copies none of it where its collector looks
+gc.freeze()  # so that garbage collections in a fork do not copy these pages

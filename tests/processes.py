@@ -1,4 +1,4 @@
-"""How tests start processes: as forks of one that has imported what they need."""
+"""Start processes for tests as forks of one that has imported what they need."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.here import DEVICE
 
 
 def forks() -> ForkServerContext:
-    """Processes that start in a tenth of a second, where an interpreter needs seconds to import torch.
+    """Return a context whose processes start in 0.1 s, where an interpreter needs seconds to import torch.
 
-    The server that forks them imports and does nothing else, so it has no threads that a fork would lose.
+    Its server only imports and forks, so it has no threads that a fork would lose.
     """
     if DEVICE == "cuda":
         pytest.skip("a fork cannot use CUDA")
@@ -40,7 +40,7 @@ def forks() -> ForkServerContext:
 
 
 def serve_forks() -> None:
-    """Have the processes that this one starts by :func:`forks` be forks of a copy of it, while it has no threads yet."""
+    """Make the processes that :func:`forks` starts here be forks of a copy of this process, which has no threads yet."""
 
     def copy(_: bytes, command: Sequence[str], kept: Collection[int]) -> int:
         pid = os.fork()
@@ -64,14 +64,14 @@ _SELF_ALONE = False
 
 
 def _context() -> BaseContext:
-    """What forks: the server, or in what :func:`of_one` has started this process itself, which has no threads."""
+    """Return the context that forks: the server, or, inside :func:`of_one`, this process itself, which has no threads."""
     return multiprocessing.get_context("fork") if _SELF_ALONE else forks()
 
 
 def of_one(function: Callable[[Any], Any], argument: Any, folder: Path) -> None:
-    """Run ``function(argument)`` in a process whose own are forks of it: a library that takes seconds is imported once.
+    """Run ``function(argument)`` in a process that forks its own children, so that slow imports happen once.
 
-    What it imports first, by its module or itself, they have.
+    The children have everything that its module or the function has imported before.
     """
     process = Forked(_as_one, (function, argument), folder, folder / "one")
     assert process.wait(240) == 0, process.said("err")
@@ -93,7 +93,7 @@ def _serve(there: socket.socket) -> None:
 
 @contextlib.contextmanager
 def forked_home() -> Iterator[socket.socket]:
-    """A line to what a search's processes are forked from, as :meth:`Home.line` gives one, but it is a fork itself."""
+    """Yield a connection to the parent of a search's processes, like :meth:`Home.line`, but to a fork."""
     line, there = socket.socketpair()
     process = forks().Process(target=_serve, args=(there,))
     with there:
@@ -101,11 +101,11 @@ def forked_home() -> Iterator[socket.socket]:
     with line:
         yield line
     process.join(10)
-    process.kill()  # nothing, if it has ended
+    process.kill()  # no effect if it has ended
 
 
 def fork_home() -> None:
-    """Have searches of this process, which has no threads yet, measure in forks of a copy of it: it has imported torch."""
+    """Make searches in this process measure in forks of a copy of it; it has imported torch and has no threads yet."""
     line, there = socket.socketpair()
     if os.fork() == 0:
         line.close()
@@ -123,9 +123,7 @@ def _enter(
 ) -> None:
     os.chdir(folder)
     os.environ.update(environment)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # the suite may have been started where it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore SIGINT
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
     torch.set_num_threads(1)
@@ -133,14 +131,14 @@ def _enter(
 
 
 def run_script(words: list[str]) -> None:
-    """What Python does with a script and its arguments."""
+    """Run a script with its arguments, as Python does."""
     sys.argv[:] = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
 
 
 class Forked:
-    """A process that runs ``function(argument)`` in a folder; what it prints goes into ``log.out`` and ``log.err``."""
+    """A process that runs ``function(argument)`` in a folder and prints into ``log.out`` and ``log.err``."""
 
     def __init__(
         self, function: Callable[[Any], Any], argument: Any, folder: Path, log: Path, **environment: str
@@ -153,28 +151,28 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code, or None while it runs."""
         return self._process.exitcode
 
     def said(self, stream: str) -> str:
-        """What it has printed to ``out`` or ``err``."""
+        """Return what it has printed to ``out`` or ``err``."""
         return Path(f"{self._log}.{stream}").read_text()
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end, and end it where that takes longer; the exit code."""
+        """Wait for its end, kill it after the timeout, and return the exit code."""
         self._process.join(timeout_s)
         self.end()
         assert self.code is not None
         return self.code
 
     def end(self) -> None:
-        """End it and all that it has started, if it still runs."""
+        """Kill it and all processes it has started, if it is still running."""
         if self._process.is_alive():
             for pid in [*started_by(self.pid), self.pid]:
                 with contextlib.suppress(ProcessLookupError):
@@ -183,7 +181,7 @@ class Forked:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that one has started, on Linux."""
+    """Return the direct children of a process, on Linux."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -192,12 +190,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def started_by(pid: int) -> list[int]:
-    """They and those that they have started."""
+    """Return all descendants of a process."""
     return [found for child in children_of(pid) for found in (child, *started_by(child))]
 
 
 def run_ranks(function: Callable[[Any], Any], argument: Any, folder: Path, size: int) -> list[Forked]:
-    """Processes that have run ``function(argument)`` to its end with the environment that torchrun gives them."""
+    """Run ``function(argument)`` in processes with torchrun's environment until they end; return the processes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
@@ -216,7 +214,7 @@ def run_ranks(function: Callable[[Any], Any], argument: Any, folder: Path, size:
 
 
 def command(folder: Path, size: int, *words: str) -> list[Forked]:
-    """Run ``castwise`` to its end in processes with the environment that torchrun gives them; those processes."""
+    """Run ``castwise`` in processes with torchrun's environment until they end; return the processes."""
     from castwise.commands.cli import main
 
     return run_ranks(main, words, folder, size)

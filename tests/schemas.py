@@ -1,4 +1,4 @@
-"""Compare what castwise writes with the schemas that it publishes."""
+"""Compare what castwise writes with its published schemas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INSTALLED = importlib.util.find_spec("jsonschema") is not None
 
 
 def check(name: str, value: Any) -> None:
-    """Fail where a value does not follow a schema, or has a key of which the schema does not know."""
+    """Fail if a value does not follow a schema or has a key that the schema does not define."""
     errors = [f"{error.json_path}: {error.message}" for error in _validator(name).iter_errors(value)]
     assert not errors, "\n".join(errors)
 
@@ -32,7 +32,7 @@ def _validator(name: str) -> Any:
 
 
 def _closed(part: Any) -> Any:
-    """A schema whose objects have no keys but those that it names."""
+    """Return a schema whose objects allow only the keys it defines."""
     if isinstance(part, dict):
         inner = {key: _closed(value) for key, value in part.items()}
         return {"additionalProperties": False, **inner} if "required" in part else inner
@@ -40,7 +40,7 @@ def _closed(part: Any) -> Any:
 
 
 def checked_plans(save: Callable[[Plan, Any], None]) -> Callable[[Plan, Any], None]:
-    """``Plan.save``, and a look at what it wrote."""
+    """Return a ``Plan.save`` that also checks the written file."""
 
     @functools.wraps(save)
     def checked(self: Plan, path: Any) -> None:
@@ -53,7 +53,7 @@ def checked_plans(save: Callable[[Plan, Any], None]) -> Callable[[Plan, Any], No
 def checked_evidence(
     save: Callable[[TuneResult, Any], tuple[Path, ...]],
 ) -> Callable[[TuneResult, Any], tuple[Path, ...]]:
-    """``TuneResult.save``, and a look at what it wrote."""
+    """Return a ``TuneResult.save`` that also checks the written file."""
 
     @functools.wraps(save)
     def checked(self: TuneResult, folder: Any) -> tuple[Path, ...]:

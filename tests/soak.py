@@ -1,4 +1,4 @@
-"""How much runs of what is generated: enough for every day, or all of it where `CASTWISE_SOAK=1`, as in `make soak`."""
+"""Choose how many generated cases run: a selection by default, all with `CASTWISE_SOAK=1`, as in `make soak`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ soaks = pytest.mark.skipif(not SOAKING, reason="takes long: make soak")
 
 
 def examples(few: int, many: int) -> int:
-    """How many random examples."""
+    """Return the number of random examples."""
     return many if SOAKING else few
 
 
 def some(cases: Collection[A], every: int) -> list[A]:
-    """Every so many of some cases, of which others test the same in another way; all in a soak."""
+    """Return every ``every``-th case, where the others test the same in another way; all in a soak."""
     return list(cases)[:: 1 if SOAKING else every]
 
 
 def pairs(rows: Collection[A], columns: Collection[B], each: int = 1) -> list[tuple[A, B]]:
-    """Some columns in turn for each row, so that all of both are met; every pair in a soak.
+    """Combine each row with some columns in turn, so that all rows and columns occur; all pairs in a soak.
 
     Args:
-        rows: What costs.
-        columns: What it is combined with.
-        each: Columns for a row.
+        rows: The expensive dimension.
+        columns: Values to combine with each row.
+        each: Columns per row.
     """
     columns = list(columns)
     count = len(columns) if SOAKING else each
@@ -42,23 +42,23 @@ def pairs(rows: Collection[A], columns: Collection[B], each: int = 1) -> list[tu
 
 
 def each_value(times: int = 1) -> pytest.MarkDecorator:
-    """Of a test's grid of parameters so many run that each value of each parameter is met so often; all in a soak.
+    """Run enough of a test's grid that each value of each parameter occurs that many times; all in a soak.
 
-    What is named by its whole id runs always.
+    A test selected by its full id always runs.
     """
     return pytest.mark.each_value(times)
 
 
 def every(step: int, start: int = 0) -> pytest.MarkDecorator:
-    """Of a test's parameter sets every so many run, of which others test the same in another way; all in a soak.
+    """Run every ``step``-th of a test's parameter sets, where the others test the same in another way; all in a soak.
 
-    What is named by its whole id runs always.
+    A test selected by its full id always runs.
     """
     return pytest.mark.every(step, start)
 
 
 def covering(cases: Sequence[Mapping[str, object]], times: int) -> set[int]:
-    """Cases, by number, that meet each value of each parameter so often, where there are so many; spread evenly."""
+    """Return the numbers of cases that contain each value of each parameter that often, if possible, spread evenly."""
     told = [[_key(name, value) for name, value in case.items()] for case in cases]
     met: Counter[Hashable] = Counter()
     chosen: set[int] = set()
@@ -80,7 +80,7 @@ def _key(name: str, value: object) -> Hashable:
 
 
 def dealt(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """What of the tests under :func:`each_value` and :func:`every` is left to a soak."""
+    """Return the tests under :func:`each_value` and :func:`every` that only a soak runs."""
     families: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and (

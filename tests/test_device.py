@@ -1,6 +1,6 @@
-"""A part of the suite on the simulated accelerator, in a process of its own: autograd starts the threads of devices once.
+"""A part of the suite on the simulated accelerator, in its own process, because autograd starts device threads once.
 
-Ranks, which take as long as all the rest, are left to ``make test DEVICE=sim``.
+Tests with ranks take as long as all others together; ``make test DEVICE=sim`` runs them.
 """
 
 from __future__ import annotations

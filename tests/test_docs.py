@@ -1,4 +1,4 @@
-"""The pages of docs/ and README.md say what the code does: tables and generated pages cannot drift from it."""
+"""The pages in docs/ and README.md match the code: tables and generated pages cannot become outdated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(name: str) -> str:
 
 
 def table(page: str, heading: str) -> list[dict[str, str]]:
-    """The rows of the first table below a heading, by column."""
+    """Return the rows of the first table below a heading, by column."""
     after = read(page).split(f"\n## {heading}\n", 1)[1]
     lines = re.search(r"(?:^\|.*\n)+", after, re.MULTILINE).group().splitlines()
     columns, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -47,12 +47,12 @@ def code(text: str) -> list[str]:
 
 
 def blocks(page: str) -> list[str]:
-    """The Python examples of a page."""
+    """Return the Python examples of a page."""
     return [code for code, _ in examples(page)]
 
 
 def examples(page: str) -> list[tuple[str, str | None]]:
-    """The Python examples of a page, each with what it is said to print: the block of text right below it."""
+    """Return the Python examples of a page, each with its documented output: the text block right below it."""
     found = re.findall(
         r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", read(page), re.MULTILINE | re.DOTALL
     )
@@ -60,7 +60,7 @@ def examples(page: str) -> list[tuple[str, str | None]]:
 
 
 def prints(output: str, said: str) -> bool:
-    """Whether an output is what a page says, where ``...`` stands for anything within a line, and on one alone for any lines."""
+    """Return whether an output matches a page, where ``...`` matches anything in a line, and alone in a line any lines."""
     lines = re.sub(r"(?m)^\\\.\\\.\\\.(?=\\?$)", "(?s:.*)", re.escape(said.strip()))
     return re.fullmatch(lines.replace(r"\.\.\.", ".*"), output.strip()) is not None
 
@@ -81,7 +81,7 @@ PASTED = [page for page in PAGES if page != "README.md" and page not in NOTEBOOK
 
 @pytest.mark.parametrize("page", PASTED)
 def test_examples_run_as_pasted_and_print_what_the_page_says(page: str, tmp_path: Path) -> None:
-    """One after the other in one process, with warnings as errors. Pages that are notebooks run in test_site.py."""
+    """Examples run in sequence in one process, with warnings as errors. test_site.py runs the notebooks."""
     shown = examples(page)
     outputs = run_python("".join(f"{code}\nprint({END!r})\n" for code, _ in shown), tmp_path, strict=True)
     for (code, said), output in zip(shown, outputs.split(END), strict=False):
@@ -131,7 +131,7 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
 
 
 def test_what_castwise_is_quoted_to_say_it_says() -> None:
-    """Each phrase of the tables of troubleshooting has three words in a row that stand in a string of the package."""
+    """Each quoted phrase in troubleshooting's tables has three consecutive words that occur in a string of the package."""
     files = (ROOT / "src" / "castwise").rglob("*.py")
     joined = re.sub(r'["\']\s+f?["\']', "", "\n".join(path.read_text(encoding="utf-8") for path in files))
     source = re.sub(r"\{[^{}]*\}", "{}", joined)
@@ -253,7 +253,7 @@ def test_diagrams_say_what_the_tables_and_defaults_say() -> None:
 
 
 def commands_shown(page: str) -> list[list[str]]:
-    """The words after ``castwise`` in the shell's blocks and the inline code of a page, or in the Makefile."""
+    """Return the words after ``castwise`` in the shell blocks and inline code of a page, or in the Makefile."""
     text = read(page)
     if page == "Makefile":
         shown = re.findall(r"^\t\$\(BIN\)/castwise (.*)$", text, re.MULTILINE)
@@ -291,7 +291,7 @@ def test_the_makefile_has_the_targets_shown() -> None:
 
 
 def test_every_room_is_in_the_listing_in_the_order_of_the_layers() -> None:
-    """CONTRIBUTING lists each floor of the package and each room on it; what imports comes after what is imported."""
+    """CONTRIBUTING lists every package and its modules; importing modules come after the modules they import."""
     listing = re.search(r"^src/castwise/\n((?:  .*\n)+)", read("CONTRIBUTING.md"), re.MULTILINE).group(1)
     listed: dict[str, list[str]] = {"castwise": []}
     for line in listing.splitlines():

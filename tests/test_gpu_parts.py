@@ -1,4 +1,4 @@
-"""``make gpu`` without a GPU: one benchmark that fails and one that hangs take nothing from the others."""
+"""``make gpu`` without a GPU: a benchmark that fails and one that hangs do not affect the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.soak import SOAKING
 ROOT = Path(__file__).parent.parent
 
 RAISES = "raise RuntimeError('planted')\n"
-# One part of it fails, a row is written, and then it hangs with a process of its own.
+# One part of it fails, a row is written, and then it hangs with its own child process.
 HANGS = """
 import subprocess, sys, torch
 from common import Results
@@ -42,7 +42,7 @@ with Results("overhead", torch.device(parser.parse_args().device), "planted") as
 
 
 def copied(folder: Path) -> Path:
-    """A copy of ``bench/`` without its results."""
+    """Copy ``bench/`` without its results."""
     return shutil.copytree(
         ROOT / "bench", folder / "bench", ignore=shutil.ignore_patterns("results", "planted", "__pycache__")
     )
@@ -64,14 +64,14 @@ def start_part(bench: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def run_part(bench: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, and what it printed to each stream."""
+    """Return the exit status and the output of each stream."""
     part = start_part(bench, *arguments)
     said = part.communicate(timeout=300)
     return part.returncode, *said
 
 
 def forked(script: Path, *arguments: str) -> Forked:
-    """A benchmark that has ended."""
+    """Run a benchmark to its end."""
     process = Forked(
         run_script, [str(script), *arguments], script.parent, script.with_suffix(".said"), PYTHONPATH=str(ROOT / "src")
     )  # fmt: skip
@@ -81,7 +81,7 @@ def forked(script: Path, *arguments: str) -> Forked:
 
 @pytest.fixture(scope="module", autouse=True)
 def broken_part(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A part of three benchmarks, of which one fails and one hangs: it waits while the other tests run."""
+    """Start a part of three benchmarks, of which one fails and one hangs, while the other tests run."""
     bench = copied(tmp_path_factory.mktemp("broken"))
     (bench / "bench_master.py").write_text(RAISES, encoding="utf-8")
     (bench / "bench_compat.py").write_text(HANGS, encoding="utf-8")
@@ -90,7 +90,7 @@ def broken_part(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
         bench, "core", "--device", "cpu", "--minutes", "0.6", "--only", "compat,master,overhead"
     )
     yield bench, part
-    part.terminate()  # which ends what it runs; nothing, if it has ended
+    part.terminate()  # ends its children too; no effect if it has ended
     part.communicate()
 
 
@@ -100,7 +100,7 @@ def result(bench: Path, name: str) -> dict[str, Any]:
 
 
 def runs(process: int) -> bool:
-    """Whether a process is there and has not ended, as far as Linux says."""
+    """Return whether a process is running, on Linux."""
     try:
         state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -109,7 +109,9 @@ def runs(process: int) -> bool:
 
 
 def test_a_benchmark_keeps_to_its_budget(bench: Path) -> None:
-    """The real one, to its first rounds; of a small GPT, and without other libraries, whose import takes seconds."""
+    """Runs the real benchmark up to its first rounds, with a small GPT and without other libraries, which import
+    slowly.
+    """
     script = bench / "bench_overhead.py"
     text = script.read_text(encoding="utf-8")
     smaller = {

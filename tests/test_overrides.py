@@ -1,4 +1,4 @@
-"""What castwise puts in the place of torch's own functions: listed, and torch's own again when no session lives.
+"""The replacements of torch's own functions are listed, and undone when no session is alive.
 
 For overrides of other libraries' methods see ``tests/bridges/trainers/test_overrides.py``.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.fresh import run_interpreter
 
 IN_FORCE = {
-    # while a session lives
+    # while a session is alive
     "torch.amp.grad_scaler.GradScaler.scale",
     "torch.nn.modules.module.Module._apply",
     "torch.nn.modules.module.Module.zero_grad",
@@ -24,20 +24,20 @@ IN_FORCE = {
     "torch.nn.parameter.Parameter.__deepcopy__",
 }
 FOR_GOOD = {
-    # pickles of models, optimizers and methods that outlive their session hold nothing of castwise's
+    # pickles of models, optimizers and methods that outlive their session contain nothing of castwise
     "+copyreg.dispatch_table.<class 'functools.partial'>",
     "+copyreg.dispatch_table.<class 'method'>",
     "+torch.nn.modules.module.Module.__reduce_ex__",
     "+torch.optim.optimizer.Optimizer.__reduce_ex__",
-    # asks whether the module is prepared
+    # checks whether the module is prepared
     "+torch.nn.modules.module.Module.__prepare_scriptable__",
-    # asks whether the model in it is prepared
+    # checks whether the model in it is prepared
     "torch.nn.parallel.distributed.DistributedDataParallel._sync_final_model",
 }
 TORCHS_OWN = {
     f"{new}torch.optim.{kind.lower()}.{kind}.step" for kind in ("AdamW", "SGD") for new in ("", "+")
 }
-"""Wrapped by torch when the first optimizer of a class is made."""
+"""Wrapped by torch when the first optimizer of a class is created."""
 
 SNAPSHOTS = """
 import copyreg, sys, warnings

@@ -1,4 +1,4 @@
-"""The repository itself: what a reader, an installer and a reviewer rely on without looking."""
+"""The repository itself: what readers, installers and reviewers rely on without checking."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def tracked() -> list[Path]:
-    """Every file under version control."""
+    """Return every file under version control."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs git and a checkout: this tree is an unpacked archive")
     listed = subprocess.run(
@@ -48,12 +48,12 @@ def tracked() -> list[Path]:
 
 ALLOWED_PRIVATE = {
     "torch.nn.modules.batchnorm._BatchNorm",  # the common base of BatchNorm1d to 3d; there is no public one
-    "torch.nn.modules.conv._ConvNd",  # the same of convolutions
+    "torch.nn.modules.conv._ConvNd",  # likewise for convolutions
 }
 
 
 def private_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Uses of names that begin with an underscore and are reached through torch: ``(line, dotted name)``."""
+    """Yield uses of names with a leading underscore that are reached through torch: ``(line, dotted name)``."""
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -68,7 +68,7 @@ def private_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
     inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if id(node) in inside:
-            continue  # the longer chain around it is looked at
+            continue  # part of a longer chain, which is checked
         parts: list[str] = []
         inner: ast.AST = node
         while isinstance(inner, ast.Attribute):
@@ -104,13 +104,13 @@ def test_the_search_for_private_torch_api_finds_it(line: str, found: str | None)
 
 
 def hidden(owner: object) -> frozenset[str]:
-    """What an object or class of torch keeps under names with one underscore."""
+    """Return the names with one leading underscore of an object or class of torch."""
     return frozenset(name for name in dir(owner) if name.startswith("_") and not name.startswith("__"))
 
 
 @functools.cache
 def hidden_in_torch() -> frozenset[str]:
-    """Those of whatever objects of torch castwise has in its hands."""
+    """Return these names for the torch objects that castwise uses."""
     one = torch.zeros(1)
     owners = (
         torch.Tensor, nn.Parameter, nn.Linear(1, 1), nn.MultiheadAttention(2, 1), nn.LSTM(1, 1), nn.BatchNorm1d(1),
@@ -123,9 +123,9 @@ def hidden_in_torch() -> frozenset[str]:
 
 
 def private_attributes(tree: ast.AST, module: types.ModuleType | None = None) -> Iterator[tuple[int, str]]:
-    """Uses of attributes of torch's objects whose names begin with an underscore: ``(line, expression)``.
+    """Yield uses of private attributes of torch objects: ``(line, expression)``.
 
-    A class's own attributes may have any name, unless a class of torch that it is made from has that name too.
+    A class's own attributes may have any name, unless a torch base class has that name too.
     """
 
     def visit(node: ast.AST, inherited: frozenset[str]) -> Iterator[tuple[int, str]]:
@@ -175,7 +175,7 @@ def test_the_search_for_private_attributes_finds_them(line: str, found: int) -> 
 
 
 def test_private_torch_api_has_one_home() -> None:
-    """Whatever a new torch release moves is mended in one room."""
+    """Changes in a new torch release can then be handled in one package."""
     uses = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in SOURCE.rglob("*.py")
@@ -191,11 +191,11 @@ FACTORIES = {
     "randn", "randperm", "tensor", "zeros",
 }  # fmt: skip
 PARAMETERS = {"digits.py": 1}
-"""Files of workloads whose modules make parameters, which belong on the user's default device; and how many."""
+"""Workload files whose modules create parameters on the user's default device, and how many they create."""
 
 
 def without_device(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Tensors that are made on whatever default device a user has set: ``(line, call)``."""
+    """Yield tensors that are created on the user's default device: ``(line, call)``."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
@@ -208,7 +208,7 @@ def without_device(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
-    """A user's ``torch.set_default_device`` moves nothing that castwise keeps on the host."""
+    """A user's ``torch.set_default_device`` does not move tensors that castwise keeps on the host."""
     assert [
         *without_device(ast.parse("torch.zeros(2)\ntorch.zeros(2, device=d)\ntorch.zeros(2, **like)"))
     ] == [(1, "torch.zeros(2)")]
@@ -222,7 +222,7 @@ def test_every_tensor_is_made_on_a_device_that_is_named() -> None:
 
 
 def module_of(path: Path) -> types.ModuleType:
-    """The module that a file of the package is."""
+    """Import the module of a file in the package."""
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
 
@@ -231,7 +231,7 @@ def module_of(path: Path) -> types.ModuleType:
 
 
 def imported(path: Path, modules: Collection[str]) -> set[str]:
-    """Modules of castwise that a file imports, wherever in it."""
+    """Return the castwise modules that a file imports anywhere."""
     out = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -243,7 +243,7 @@ def imported(path: Path, modules: Collection[str]) -> set[str]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Also inside functions and for types alone: who reads one of a circle has to read all of it."""
+    """Imports inside functions and for types count: to understand one file of a cycle, one has to read all of them."""
     files = {
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
         for path in SOURCE.rglob("*.py")
@@ -321,14 +321,14 @@ def test_the_program_that_a_type_checker_reads_uses_every_public_name() -> None:
     assert "tests/typed_use.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-# --- what is written about the code -------------------------------------------------------------------------
+# --- documents about the code -------------------------------------------------------------------------------
 
 HARD_ROOMS = ("casting", "masters", "ranks", "scaler", "session")
 GUIDES = [ROOT / "CONTRIBUTING.md", *sorted(SOURCE.rglob("README.md"))]
 
 
 def missing(text: str, *folders: Path) -> list[str]:
-    """Files, and ``file.py::name`` inside them, that a text names in backticks and that do not exist.
+    """Return files, and ``file.py::name`` in them, that a text names in backticks and that do not exist.
 
     Args:
         text: Markdown.
@@ -345,7 +345,7 @@ def missing(text: str, *folders: Path) -> list[str]:
 
 
 def defines(tree: ast.Module | ast.ClassDef, name: str) -> bool:
-    """Whether there is a function or class of this name; ``Class.method`` for one inside."""
+    """Return whether there is a function or class of this name; ``Class.method`` for a method."""
     first, _, rest = name.partition(".")
     return any(
         node.name == first and (not rest or (isinstance(node, ast.ClassDef) and defines(node, rest)))
@@ -372,7 +372,7 @@ def test_the_search_for_names_that_do_not_exist_finds_them() -> None:
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_guide_names_exists(guide: Path) -> None:
-    """CONTRIBUTING and the rooms' READMEs name files, functions and tests; whoever moves one moves them there too."""
+    """CONTRIBUTING and the package READMEs name files, functions and tests, which must be updated when they move."""
     assert not missing(guide.read_text(encoding="utf-8"), guide.parent)
 
 
@@ -387,7 +387,7 @@ def test_a_hard_room_says_what_holds_what_bites_and_which_test_shows_it(room: st
             assert "`tests/" in point, f"no test shows: {point}"
 
 
-# --- what a release is made of ------------------------------------------------------------------------------
+# --- releases -----------------------------------------------------------------------------------------------
 
 
 def test_news_fragments_are_of_a_known_type() -> None:
@@ -427,12 +427,12 @@ def test_every_exempted_warning_says_why() -> None:
             assert before.strip().startswith("#"), f"no reason above {line.strip()}"
 
 
-# --- what must not be in it ---------------------------------------------------------------------------------
+# --- what the repository must not contain -------------------------------------------------------------------
 
-# Written in pieces, since this file is tracked too.
+# Split into pieces, because this file is tracked too.
 MACHINE_PATH = re.compile(
     r"(?<![\w.$)}/~-])/(?:wor" + r"k|roo" + r"t|hom" + r"e|User" + r"s)/(?!joe/)"
-)  # joe is nobody: tests use his name
+)  # tests use the placeholder name joe
 REGISTRY = re.compile(r"py" + r"pi\.org|python" + r"hosted|download\.py" + r"torch|npm" + r"js")
 
 
@@ -461,7 +461,7 @@ def test_no_tracked_file_names_a_machine_or_a_registry() -> None:
     assert not found, "\n".join(found)
 
 
-# --- what every change must pass ----------------------------------------------------------------------------
+# --- checks for every change --------------------------------------------------------------------------------
 
 
 def test_ci_runs_the_linters_and_the_tests_and_nothing_else() -> None:
@@ -489,7 +489,7 @@ def test_ci_runs_the_linters_and_the_tests_and_nothing_else() -> None:
     ],
 )
 def test_former_paths_name_the_same_modules(former: str, now: str, tmp_path: Path) -> None:
-    """As an import, from an import, as an attribute, and in a pickle."""
+    """Covers plain import, import from, attribute access and pickles."""
     package, _, last = f"castwise.{former}".rpartition(".")
     code = f"""
         import importlib, pickle, sys
@@ -506,7 +506,7 @@ def test_former_paths_name_the_same_modules(former: str, now: str, tmp_path: Pat
 
 
 def test_a_former_path_puts_nothing_over_a_name_of_its_package(tmp_path: Path) -> None:
-    """``apex.amp._amp_state`` is a module, and the package's own object of that name."""
+    """``apex.amp._amp_state`` is a module and also an object of the same name in the package."""
     code = """
         import sys
         import castwise.compat.apex as apex

@@ -1,4 +1,4 @@
-"""The site that ``make docs`` builds of docs/, and the pages that are notebooks too."""
+"""The site that ``make docs`` builds from docs/, and the pages that are also notebooks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 
 
 def build(source: Path, folder: Path, *pages: str) -> None:
-    """All pages are read, and those that are named are written, without a search index; all where none is."""
+    """Read all pages and write the named ones without a search index, or all pages if none is named."""
     how = ("-c", UNSEARCHED) if pages else ("-m", "sphinx")
     words = [str(source), str(folder), *(str(source / f"{page}.md") for page in pages)]
     finish(start(*how, "--quiet", "--fail-on-warning", "--keep-going", *words))
@@ -63,17 +63,17 @@ def build(source: Path, folder: Path, *pages: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def notebooks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A process that runs them while the site is built and looked at: their searches take their time, not the machine's."""
+    """Run the notebooks in a process while the site is built and tested, because their searches take long."""
     folder = tmp_path_factory.mktemp("notebooks")
     process = start(str(ROOT / "scripts" / "notebooks.py"), str(folder), "--execute", *EXECUTED)
     yield folder, process
     with process:
-        process.terminate()  # nothing, if it has ended
+        process.terminate()  # no effect if it has ended
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is not looked at by default is not written by default, which is half of a build: its links test_docs.py follows."""
+    """Build the pages that are tested, which halves the time; test_docs.py checks the links of the others."""
     folder = tmp_path_factory.mktemp("site")
     written = {*NARROW, *SOME, *(Path(page).stem for page in NOTEBOOKS)}
     build(ROOT / "docs", folder, *(() if SOAKING else written))
@@ -169,7 +169,7 @@ def test_nothing_is_cut_at_any_width_and_the_console_is_silent(
         assert light is not dark, page
 
 
-# --- notebooks, which have had their time meanwhile ------------------------------------------------------------
+# --- notebooks, which have run meanwhile -------------------------------------------------------------------------
 
 
 def test_notebooks_run_and_print_what_their_pages_say(

@@ -1,4 +1,4 @@
-"""What is dealt out of a test's parameters meets each of their values, and is the same each time."""
+"""The selection of a test's parameters contains each of their values and is the same each time."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def test_each_value_is_met_so_often_and_evenly(times: int) -> None:
 def test_a_value_that_is_met_less_often_is_met_where_it_is() -> None:
     cases = [{"plan": "a"}, {"plan": "b"}, {"plan": "b"}, {"plan": "b"}]
     assert covering(cases, 2) == {0, 1, 2}
-    assert covering([{"made": [1]}, {"made": [1]}], 1) == {0, 1}  # what cannot be compared is each its own
+    # An unhashable value counts as a value of its own.
+    assert covering([{"made": [1]}, {"made": [1]}], 1) == {0, 1}
 
 
 @each_value()
 @pytest.mark.parametrize("one", "ab")
 @pytest.mark.parametrize("other", "cd")
 def test_a_grid(one: str, other: str) -> None:
-    """Is collected below."""
+    """Collected by the test below."""
 
 
 @every(2, 1)
 @pytest.mark.parametrize("number", range(5))
 def test_a_row(number: int) -> None:
-    """Is collected below."""
+    """Collected by the test below."""
 
 
 def test_what_is_left_to_a_soak_is_not_collected(request: pytest.FixtureRequest) -> None:

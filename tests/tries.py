@@ -1,4 +1,4 @@
-"""``castwise try`` whose scripts are forks of a process that has imported torch."""
+"""``castwise try`` with scripts that are forks of a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _run(given: tuple[Connection, list[str]]) -> None:
 
 
 class _Process:
-    """A fork as a ``Popen``."""
+    """A fork with the interface of ``Popen``."""
 
     def __init__(self, forked: Forked) -> None:
         self._forked = forked
@@ -37,7 +37,7 @@ class _Process:
 
 
 def forked_tries(monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
-    """Have them be so; the forks, as they are started."""
+    """Make ``castwise try`` start forks; return the list of them, filled as they start."""
     started: list[Forked] = []
 
     def start(
@@ -54,5 +54,5 @@ def forked_tries(monkeypatch: pytest.MonkeyPatch) -> list[Forked]:
 
     monkeypatch.setattr(race, "_started", start)
     monkeypatch.setattr(race, "end", lambda process, grace_s: process.wait(10))
-    monkeypatch.setattr(race, "BLOCK_S", 0.0)  # a step a block
+    monkeypatch.setattr(race, "BLOCK_S", 0.0)  # one step per block
     return started

@@ -1,6 +1,7 @@
-"""A user's program as a type checker sees it, not run: ``make lint`` checks it, and ``make package`` against the wheel.
+"""A user's program as a type checker sees it. It is not run: ``make lint`` checks it, ``make package`` against the
+wheel.
 
-Every public name is used, and each line marked ``type: ignore`` has to be an error: mypy --strict warns of one that is none.
+It uses every public name. Each line marked ``type: ignore`` must be an error: mypy --strict warns if it is not.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Net(nn.Module):
-    """A module of the user's own: what ``prepare`` returns is still one."""
+    """A user's module: ``prepare`` returns the same type."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """One number per row of ``[batch, 8]``."""
+        """Return one number per row of ``[batch, 8]``."""
         return torch.tanh(self.layer(inputs))
 
 
 def plans(folder: Path) -> None:
-    """Plans and their parts."""
+    """Use plans and their parts."""
     plan = castwise.Plan(
         compute="fp16",
         regions=(castwise.Region("*.norm", compute="fp32"),),
@@ -51,7 +52,7 @@ def plans(folder: Path) -> None:
 
 
 def numerics(folder: Path, batch: Batch) -> None:
-    """Tools that look at a model."""
+    """Use the tools that inspect a model."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return nn.functional.mse_loss(model(batch[0]), batch[1])
@@ -66,7 +67,7 @@ def numerics(folder: Path, batch: Batch) -> None:
 
 
 def train(batches: Iterable[Batch]) -> None:
-    """The README's loop, with an optimizer of a type of its own."""
+    """Run the README's loop, with a specific optimizer type."""
     with castwise.Amp("bf16-mixed", device="cpu") as amp:
         assert_type(amp, castwise.Amp)
         model, optimizer = amp.prepare(Net(), torch.optim.AdamW(nn.Linear(8, 1).parameters()))
@@ -90,7 +91,7 @@ def train(batches: Iterable[Batch]) -> None:
 
 
 def by_torchs_names(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> None:
-    """What supersets torch.amp takes the place of torch.amp."""
+    """Use castwise's supersets of torch.amp in place of torch.amp."""
     scaler: torch.amp.GradScaler = castwise.GradScaler("cpu", hysteresis=2)
     with castwise.autocast("bf16-mixed", device_type="cpu"):
         loss = model(inputs).sum()
@@ -120,28 +121,28 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     @castwise.custom_fwd
     def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor) -> Tensor:
-        """Twice the rows."""
+        """Return the rows doubled."""
         return 2 * rows
 
     @staticmethod
     @castwise.custom_bwd
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
-        """Its gradient."""
+        """Return the gradient."""
         return 2 * grad
 
 
 def make_batches(seed: int) -> Iterator[Batch]:
-    """One batch."""
+    """Yield one batch."""
     yield torch.randn(4, 8), torch.randn(4, 1)
 
 
 def compute_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean squared error."""
+    """Return the mean squared error."""
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def look(folder: Path) -> None:
-    """Two plans side by side."""
+    """Compare two plans."""
     found = castwise.compare(
         Net(), compute_loss, (torch.zeros(2, 8), torch.zeros(2, 1)), "fp32", "bf16-mixed"
     )
@@ -158,7 +159,7 @@ def look(folder: Path) -> None:
 
 
 def experiments(folder: Path) -> None:
-    """What measures."""
+    """Use the tools that measure."""
     workload = castwise.Workload(
         name="mine", model=Net, optimizer=lambda params: torch.optim.SGD(params, 0.1), batches=make_batches,
         loss=compute_loss,
@@ -191,7 +192,7 @@ def experiments(folder: Path) -> None:
 
 
 def gone_wrong(folder: Path) -> None:
-    """What keeps a step that failed, and what goes back."""
+    """Record a failed step, and roll back."""
     model, amp = Net(), castwise.Amp("fp16-mixed")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with castwise.Recorder(amp, model, folder) as recorder:

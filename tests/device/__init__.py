@@ -1,1 +1,1 @@
-"""A simulated accelerator, and what castwise promises on a device that is not the CPU."""
+"""A simulated accelerator, and tests of castwise on a device that is not the CPU."""

@@ -1,7 +1,7 @@
-"""Collectives of the simulated devices: gloo, on what the kernels see of their memory.
+"""Collectives of the simulated devices: gloo on the memory that the kernels see.
 
-``init()`` begins a process group whose tensors may be on the host or on the device. An accelerator's own library would
-put the collective into a stream; here it is over when the host has waited for it, as gloo's are.
+``init()`` starts a process group for tensors on the host or on the device. An accelerator's own library would queue the
+collective in a stream; here it is complete once the host has waited for it, as with gloo.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tests.device import sim
 
 _LIBRARY: list[torch.library.Library] = []
 _GROUPS: list[Any] = []
-"""Groups that were begun. One that is freed joins gloo's threads, and these may wait for the interpreter that frees it."""
+"""Groups that were started. Freeing one joins gloo's threads, which may wait for the interpreter that frees it."""
 
 
 def _on_host(op: Any) -> Any:
-    """The kernel of a collective for the device: gloo's, on the same memory."""
+    """Return gloo's kernel of a collective, running on the device's memory."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         ours: dict[int, torch.Tensor] = {}
@@ -41,7 +41,7 @@ def _on_host(op: Any) -> Any:
 
 
 def register() -> None:
-    """Have torch's collectives work on tensors of the device, in this process."""
+    """Make torch's collectives work on tensors of the device, in this process."""
     if _LIBRARY:
         return
     library = torch.library.Library("c10d", "IMPL")
@@ -52,12 +52,13 @@ def register() -> None:
             base, _, overload = whole.partition(".")
             op = getattr(getattr(torch.ops.c10d, base), overload or "default")
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of kernels that are overridden, which is meant
+                # Hides warnings about overridden kernels, which is intended.
+                warnings.simplefilter("ignore", UserWarning)
                 library.impl(op, _on_host(op), "PrivateUse1", allow_override=True)
 
 
 def init(**options: Any) -> None:
-    """Begin the default process group, as ``torch.distributed.init_process_group`` with the same options."""
+    """Start the default process group like ``torch.distributed.init_process_group``, with the same options."""
     register()
     dist.init_process_group(f"cpu:gloo,{sim.NAME}:gloo", **options)
     _GROUPS.append(dist.group.WORLD)

@@ -1,4 +1,6 @@
-"""The simulated accelerator as torch's users meet one: ``torch.sim``, and tensors on ``"sim"``, ``"sim:0"`` and ``"sim:1"``."""
+"""The simulated accelerator as users of torch see it: ``torch.sim``, and tensors on ``"sim"``, ``"sim:0"`` and
+``"sim:1"``.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,16 @@ import torch
 NAME = "sim"
 _LIBRARY = torch.library.Library("aten", "IMPL")
 COUNT = 2
-"""How many devices there are, as in sim.cpp."""
+"""Number of devices, as in sim.cpp."""
 SOURCE = Path(__file__).with_name("sim.cpp")
 BUILD = Path(__file__).parents[2] / "build" / "sim"
 HAS_FP64 = os.environ.get("CASTWISE_SIM_FP64", "1") != "0"
-"""Whether the device has float64, which Apple's and many others have not; for the whole process, as what a device has."""
+"""Whether the device supports float64, which Apple's and many others do not. It applies to the whole process."""
 NO_COMPILER = "the simulated accelerator needs a C++ compiler, and there is none: install g++, or set CXX"
 
 
 class Wait(enum.IntEnum):
-    """Why the host waits for the device, in the order of sim.cpp."""
+    """Reasons why the host waits for the device, in the order of sim.cpp."""
 
     ITEM = 0
     SHAPE = 1
@@ -39,12 +41,13 @@ class Wait(enum.IntEnum):
 
 
 def compiler() -> str | None:
-    """The C++ compiler, or None."""
+    """Return the C++ compiler, or None."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def build() -> Path:
-    """The library, compiled once for each source and torch; processes that need it at once each write it whole.
+    """Return the library, compiled once per source and torch; processes that need it at once each write a complete
+    file.
 
     Raises:
         RuntimeError: There is no C++ compiler, or it failed.
@@ -56,7 +59,7 @@ def build() -> Path:
     ]
     path = BUILD / f"sim-{what}.so"
     if not path.exists():
-        from torch.utils import cpp_extension  # which takes a while, and is needed once
+        from torch.utils import cpp_extension  # a slow import that is needed only once
 
         BUILD.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(f".{os.getpid()}")
@@ -98,7 +101,7 @@ def _index(device: Any = None) -> int:
 
 @contextlib.contextmanager
 def device(which: Any) -> Iterator[None]:
-    """Have a device be the current one."""
+    """Make a device the current one."""
     before = torch.accelerator.current_device_index()
     if which is not None and (not isinstance(which, int) or which >= 0):
         torch.accelerator.set_device_index(_index(which))
@@ -110,7 +113,7 @@ def device(which: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stream(which: torch.Stream | None) -> Iterator[None]:
-    """Have a stream be the current one of its device."""
+    """Make a stream the current one of its device."""
     if which is None:
         yield
         return
@@ -123,13 +126,13 @@ def stream(which: torch.Stream | None) -> Iterator[None]:
 
 
 def waits() -> dict[Wait, int]:
-    """How often the host has waited for the device so far, by why."""
+    """Return how often the host has waited for the device, by reason."""
     return dict(zip(Wait, torch.ops.castwise_sim.waits(), strict=True))
 
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises, as under ``torch.cuda.set_sync_debug_mode("error")``."""
+    """Make every wait of the host for the device raise, like ``torch.cuda.set_sync_debug_mode("error")``."""
     before = torch.ops.castwise_sim.forbid_waits(True)
     try:
         yield
@@ -138,7 +141,7 @@ def no_waits() -> Iterator[None]:
 
 
 def as_kernels_see(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the CPU on the memory of one of the device."""
+    """Return a CPU tensor on the memory of a device tensor."""
     return torch.ops.castwise_sim.as_kernels_see(tensor)  # type: ignore[no-any-return]
 
 
@@ -147,12 +150,12 @@ def _generator(device: Any = None) -> torch.Generator:
 
 
 def _module() -> types.ModuleType:
-    """``torch.sim``, by the names of torch.cuda."""
+    """Return the module ``torch.sim``, with the names of torch.cuda."""
     module: Any = types.ModuleType(f"torch.{NAME}")
     accelerator = torch.accelerator
     module.is_available = lambda: True
     module.is_initialized = lambda: True
-    module._initialized = True  # torch.utils.checkpoint keeps a device's random state only then
+    module._initialized = True  # torch.utils.checkpoint saves the device's random state only then
     module._is_in_bad_fork = torch.ops.castwise_sim.is_in_bad_fork
     module._lazy_init = module.init = lambda: None
     module.device_count = lambda: COUNT
@@ -189,10 +192,10 @@ def _module() -> types.ModuleType:
 
 
 def register() -> None:
-    """Make the device one of torch's, in this process; before its first backward, which starts a thread for each device.
+    """Register the device with torch in this process, before the first backward starts a thread per device.
 
     Raises:
-        RuntimeError: As by :func:`build`.
+        RuntimeError: As in :func:`build`.
     """
     if hasattr(torch, NAME):
         return
@@ -218,14 +221,14 @@ def _foreach_zero_(tensors: list[torch.Tensor]) -> None:
 
 
 def register_in_interpreters() -> None:
-    """Have interpreters that this process starts register the device when they import torch, as an installed one is."""
+    """Make interpreters started by this process register the device when they import torch, like an installed device."""
     package = BUILD / "castwise_sim-0.dist-info"
     if not package.exists():
         package.mkdir(parents=True, exist_ok=True)
         (package / "METADATA").write_text("Metadata-Version: 2.1\nName: castwise-sim\nVersion: 0\n")
         (package / "entry_points.txt").write_text("[torch.backends]\nsim = tests.device.sim:register\n")
     places = [str(BUILD), str(Path(__file__).parents[2])]
-    sys.path += [each for each in places if each not in sys.path]  # castwise hands on its own
+    sys.path += [each for each in places if each not in sys.path]  # castwise passes its own sys.path on
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([
         *filter(None, given),

@@ -1,4 +1,4 @@
-"""What castwise asks torch about a device, on one that an extension brings."""
+"""What castwise asks torch about a device, tested on a device that an extension adds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a device other than the CPU can show: its threads, its memory, its index, and what it lacks."""
+"""Tests that need a device other than the CPU: its threads, its memory, its index and missing features."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tensors_of_two_devices_and_of_the_host_do_not_mix() -> None:
         x + torch.ones(3, device="sim:0")
     with pytest.raises(RuntimeError, match="at least two devices"):
         x.mul_(torch.ones(3, device="cpu"))
-    assert (x + torch.ones((), device="cpu")).device == x.device  # a number may be on the host
+    assert (x + torch.ones((), device="cpu")).device == x.device  # a 0-dim tensor may be on the host
 
 
 @simulated
@@ -99,7 +99,7 @@ def test_waits_are_counted_and_can_be_forbidden() -> None:
 
 @pytest.mark.parametrize("plan", ["bf16-mixed+ops.exp=fp32", "fp16-mixed+ops.softmax=lower", "O1"])
 def test_the_plan_follows_the_backward_onto_the_thread_of_the_device(plan: str) -> None:
-    """What activation checkpointing computes again runs by the plan there, and nothing of it is left."""
+    """Activation checkpointing recomputes under the plan on that thread, and nothing of the plan stays in force there."""
     seen: list[tuple[int, torch.dtype, torch.dtype]] = []
 
     class Block(nn.Linear):
@@ -107,7 +107,7 @@ def test_the_plan_follows_the_backward_onto_the_thread_of_the_device(plan: str) 
             y = super().forward(x)
             e, s = torch.exp(y), torch.softmax(y, -1)
             seen.append((threading.get_ident(), e.dtype, s.dtype))
-            return (e.float() + s.float()).sin()  # which has to be computed again up to its input
+            return (e.float() + s.float()).sin()  # needs the recomputation of everything up to the input
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -133,7 +133,7 @@ def test_the_plan_follows_the_backward_onto_the_thread_of_the_device(plan: str) 
 
 
 def devices_of(value: Any, seen: set[int] | None = None) -> set[torch.device]:
-    """The devices of all tensors that are reachable from an object, except those on the host."""
+    """Return the devices of all tensors reachable from an object, except the host."""
     seen = set() if seen is None else seen
     found: set[torch.device] = set()
     todo = [value]
@@ -158,7 +158,7 @@ def devices_of(value: Any, seen: set[int] | None = None) -> set[torch.device]:
 @pytest.mark.parametrize("maker", ["fused", "plain"])
 @pytest.mark.parametrize("plan", NAMES)
 def test_all_that_a_session_keeps_is_on_the_device_of_its_model(plan: str, maker: str) -> None:
-    """On the second device, while the first is the current one: flags, scales, masters and moments."""
+    """Flags, scales, masters and moments are on the second device while the first is current."""
     second = f"{DEVICE}:1"
     model = net(second)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-4, fused=maker == "fused")
@@ -209,7 +209,7 @@ def test_a_model_that_is_spread_over_two_devices_skips_as_one(plan: str, maker: 
     "alias", [torch.Tensor.detach, lambda p: p, lambda p: p.data], ids=["detach", "itself", "data"]
 )
 def test_a_list_of_weights_that_is_interpolated_reaches_the_masters(alias: Any, numbers: Any) -> None:
-    """As averages, Lookahead and target networks do; CUDA's kernel for it does not count its writes."""
+    """Averages, Lookahead and target networks use such a kernel; CUDA's version does not count its writes."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     with castwise.Amp("bf16-master", device=DEVICE) as amp:

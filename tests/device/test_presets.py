@@ -1,4 +1,4 @@
-"""Every preset trains on a device that is not the CPU, as the loop by hand where there is one, and does not wait for it."""
+"""Every preset trains on a device that is not the CPU, equal to a hand-written loop, without extra synchronization."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import castwise
 from castwise.core.plans.plan import PRESETS
 from tests.here import DEVICE, no_waits, waits
 
-NAMES = [name for name in PRESETS if name != "tf32"]  # the simulated device has none
+NAMES = [name for name in PRESETS if name != "tf32"]  # the simulated device has no TF32
 OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9),
     "fused sgd": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, fused=True),
@@ -94,7 +94,7 @@ def test_mixed_plans_are_the_loop_by_hand_to_the_bit(plan: str, maker: str) -> N
 @pytest.mark.parametrize("maker", OPTIMIZERS)
 @pytest.mark.parametrize("plan", NAMES)
 def test_how_often_a_step_waits_for_the_device(plan: str, maker: str) -> None:
-    """Never with a fused optimizer, whose kernel is told not to step; once with others, which the host must not call."""
+    """Never with a fused optimizer, whose kernel can skip; once with others, where the host must skip the call."""
     amp, model, optimizer = start(plan, maker)
     x, y = batch()
 
@@ -105,7 +105,7 @@ def test_how_often_a_step_waits_for_the_device(plan: str, maker: str) -> None:
 
     for _ in range(
         4
-    ):  # plans without masters measure steps 1, 2, 4, 8, ... 64 and every 64th after it, and read the results
+    ):  # plans without masters measure steps 1, 2, 4, ... 64 and every 64th later, and read the results
         step()
     if maker.startswith("fused"):
         with no_waits():

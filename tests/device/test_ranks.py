@@ -36,7 +36,7 @@ def _whole(amp: castwise.Amp, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _train(given: tuple[str, str]) -> None:
-    """Both ranks have the same weights after each step, and skip together what overflows on one of them."""
+    """Check that both ranks have equal weights after each step and skip together when one of them overflows."""
     layout, plan = given
     rank = int(os.environ["RANK"])
     torch.accelerator.set_device_index(rank)

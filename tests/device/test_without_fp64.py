@@ -1,4 +1,4 @@
-"""A device that has no float64: nothing that castwise computes there needs one."""
+"""On a device without float64, castwise computes nothing in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_preset_trains(plan: str, maker: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-4, fused=maker == "fused")
     with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
-        for _ in range(5):  # plans without masters measure some of them
+        for _ in range(5):  # plans without masters measure some of the steps
             step(amp, model, optimizer)
         amp.load_state_dict(amp.state_dict())
         step(amp, model, optimizer)

@@ -1,4 +1,4 @@
-"""Worlds of processes for all tests of the folder."""
+"""Worlds of processes for all tests in this folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.distributed.world import World
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip where torch has no distributed part."""
+    """Skip the tests if torch is built without torch.distributed."""
     if not dist.is_available():
         for item in items:
             item.add_marker(pytest.mark.skip(reason="this torch is built without torch.distributed"))
@@ -25,17 +25,17 @@ def _world(size: int) -> Iterator[World]:
 
 @pytest.fixture(scope="session")
 def two() -> Iterator[World]:
-    """Two processes."""
+    """Provide two processes."""
     yield from _world(2)
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[World]:
-    """Four processes."""
+    """Provide four processes."""
     yield from _world(4)
 
 
 @pytest.fixture(scope="session")
 def eight() -> Iterator[World]:
-    """Eight processes."""
+    """Provide eight processes."""
     yield from _world(8)

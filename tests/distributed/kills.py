@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 WORKLOAD = "gpt?layers=2&width=32&context=32&batch=8"
 STEPS = 1000
 FORKED = ["--start-method", "forkserver", "--run-path"]
-"""torchrun's options for workers that are forks of one process that has imported torch, and run a script."""
+"""torchrun's options for workers that run a script as forks of one process that has imported torch."""
 
 
 def environment() -> dict[str, str]:
-    """One thread per process, and no quarrel with a torchrun around."""
+    """Return an environment with one thread per process and without variables of an outer torchrun."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -36,27 +36,27 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(words: list[str]) -> None:
-    """torchrun, in this process."""
+    """Run torchrun in this process."""
     os.environ |= environment()
-    serve_forks()  # those of torchrun's workers, too, have imported torch
+    serve_forks()  # torchrun's workers then start with torch imported
     torch.distributed.run.main(words)
 
 
 def workers_of(agent: int, forks: bool = True) -> list[int]:
-    """The processes that one torchrun has started to train."""
+    """Return the pids of the training processes that one torchrun has started."""
     children = children_of(agent)
     return [pid for child in children for pid in children_of(child)] if forks else children
 
 
 class Torchrun:
-    """A script on two processes under torchrun's elastic restarts, that goes on after whatever happens to it.
+    """A script on two processes under torchrun's elastic restarts.
 
     Args:
-        out: Folder of what it writes.
+        out: Folder of its output.
         words: The script and its arguments.
-        folder: Where it runs.
-        forks: Whether torchrun's workers are forks of one process that has imported torch. Else each is an
-            interpreter of its own, as a user starts it, which takes seconds.
+        folder: Working folder.
+        forks: Whether torchrun's workers are forks of one process that has imported torch. Otherwise each is a new
+    interpreter, as users start it, which takes seconds.
     """
 
     def __init__(self, out: Path, *words: str, folder: Path = ROOT, forks: bool = True) -> None:
@@ -65,7 +65,7 @@ class Torchrun:
         self._agent: Forked | None = None
 
     def start(self, restarts: int) -> None:
-        """Start it in the background."""
+        """Start torchrun in the background."""
         self.out.parent.mkdir(parents=True, exist_ok=True)
         words = [
             "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), "--monitor-interval", "0.1",
@@ -74,7 +74,7 @@ class Torchrun:
         self._agent = Forked(torchrun, words, self._folder, self.out.with_suffix(".agent"))
 
     def wait(self, timeout_s: float = 300) -> int:
-        """The exit code."""
+        """Wait for torchrun to end, and return its exit code."""
         assert self._agent is not None
         return self._agent.wait(timeout_s)
 
@@ -86,29 +86,29 @@ class Torchrun:
             self._agent.end()
 
     def workers(self) -> list[int]:
-        """The processes that train, as far as they have been started."""
+        """Return the pids of the training processes started so far."""
         assert self._agent is not None
         return workers_of(self._agent.pid, self._forks)
 
     def said(self) -> str:
-        """The end of what it has printed."""
+        """Return the end of its error output."""
         assert self._agent is not None
         return self._agent.said("err")[-4000:]
 
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Return whether torchrun is still running."""
         return self._agent is not None and self._agent.code is None
 
     def steps_made(self) -> int:
-        """As far as can be seen from outside."""
+        """Return the number of steps, as visible from outside."""
         raise NotImplementedError
 
     def moment(self) -> str:
-        """What it is doing."""
+        """Describe what the training is doing."""
         return f"after step {self.steps_made()}"
 
     def kill_one(self, draw: random.Random) -> str | None:
-        """``kill -9`` one of the processes that train; what it was doing, None where none runs."""
+        """``kill -9`` one training process; return what the training was doing, or None if no process runs."""
         workers = self.workers()
         if not workers:
             return None
@@ -120,10 +120,10 @@ class Torchrun:
         return said
 
     def until(self, ready: Callable[[], bool], timeout_s: float = 120) -> None:
-        """Wait for a moment of it.
+        """Wait until a condition holds.
 
         Raises:
-            AssertionError: It ended, or the moment did not come.
+            AssertionError: The training ended first, or the condition did not hold in time.
         """
         deadline = time.monotonic() + timeout_s
         while not ready():
@@ -133,9 +133,9 @@ class Torchrun:
 
 
 class OwnLoop(Torchrun):
-    """The script of a loop of one's own in docs/parallel.md, as it stands there, but for gloo's teardown.
+    """The script with a custom loop from docs/parallel.md, without gloo's teardown.
 
-    That aborts one in ten processes, in plain torch too, and would be a restart.
+    The teardown aborts one in ten processes, in plain torch too, and torchrun would restart them.
     """
 
     def __init__(self, folder: Path, *, steps: int = 200, forks: bool = True) -> None:
@@ -147,27 +147,27 @@ class OwnLoop(Torchrun):
         assert not end
         code = re.sub(r"^STEPS = \d+$", f"STEPS = {steps}", code, flags=re.MULTILINE)
         script = folder / "train.py"
-        end = "" if forks else "import os\nos._exit(0)\n"  # a fork ends by os._exit itself
+        end = "" if forks else "import os\nos._exit(0)\n"  # a fork ends with os._exit already
         script.write_text(code + end, encoding="utf-8")
         super().__init__(folder / "runs" / "survives", str(script), folder=folder, forks=forks)
 
     def run(self) -> None:
-        """Run it undisturbed, without torchrun.
+        """Run the script without torchrun and without kills.
 
         Raises:
-            AssertionError: It failed; with what it printed.
+            AssertionError: It failed; the message is its error output.
         """
         for rank in run_ranks(run_script, list(self.words), self._folder, 2):
             assert rank.code == 0, rank.said("err")[-4000:]
 
     def steps_made(self) -> int:
-        """The step of its newest checkpoint; 0 without one."""
+        """Return the step of the newest checkpoint, or 0."""
         return max(
             (int(found.name.removeprefix("step-")) for found in self.out.glob("step-*[0-9]")), default=0
         )
 
     def weights_equal(self, other: OwnLoop) -> bool:
-        """Whether their newest checkpoints hold the same bytes."""
+        """Return whether the newest checkpoints of both contain the same bytes."""
         mine, theirs = (
             {
                 found.name: found.read_bytes()
@@ -179,15 +179,15 @@ class OwnLoop(Torchrun):
 
 
 class Training(Torchrun):
-    """``castwise train`` with checkpoints.
+    """A ``castwise train`` with checkpoints.
 
     Args:
         out: Folder of the training.
-        steps: How many.
+        steps: Number of steps.
         plan: A preset.
-        layout: Of the two processes.
+        layout: The layout on two processes.
         save_every: Steps between checkpoints.
-        forks: As of :class:`Torchrun`.
+        forks: As in :class:`Torchrun`.
     """
 
     def __init__(
@@ -202,34 +202,34 @@ class Training(Torchrun):
         super().__init__(out, *script, *self.command, forks=forks)
 
     def run(self) -> None:
-        """Run it undisturbed, without torchrun.
+        """Run the training without torchrun and without kills.
 
         Raises:
-            AssertionError: It failed; with what it printed.
+            AssertionError: It failed; the message is its error output.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
         for rank in command(self.out.parent, 2, *self.command):
             assert rank.code == 0, rank.said("err")[-4000:]
 
     def steps_made(self) -> int:
-        """Lines of its record."""
+        """Return the number of lines in its metrics file."""
         with contextlib.suppress(OSError):
             return (self.out / "metrics.jsonl").read_bytes().count(b"\n")
         return 0
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written now."""
+        """Return whether a checkpoint is being written."""
         folder = self.out / "checkpoints"
         return (
             any(re.search(r"partial", name.name) for name in folder.iterdir()) if folder.is_dir() else False
         )
 
     def moment(self) -> str:
-        """Whether it trains or saves, and after which step."""
+        """Describe whether it trains or saves, and after which step."""
         return f"{'saving' if self.saving() else 'training'} {super().moment()}"
 
     def kill_one_saving(self, draw: random.Random) -> str | None:
-        """The same while a checkpoint is being written: all are halted first, so that the moment cannot pass."""
+        """Kill one process while a checkpoint is being written; stop all processes first, so the write cannot finish."""
         while True:
             self.until(self.saving)
             workers = self.workers()
@@ -244,6 +244,6 @@ class Training(Torchrun):
                         os.kill(pid, signal.SIGCONT)
 
     def weights_equal(self, other: Training) -> bool:
-        """Whether both end at the same weights, bit for bit."""
+        """Return whether both end with the same weights, bit for bit."""
         mine, theirs = (torch.load(t.out / "model.pt", weights_only=True) for t in (self, other))
         return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)

@@ -1,4 +1,4 @@
-"""One small model, cut in every way, and its training under a plan on every layout."""
+"""A small model for every parallel layout, and its training under a plan on each layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, HIDDEN, BLOCKS, BATCH = 16, 32, 4, 16
 
 
 class _Copy(torch.autograd.Function):
-    """Into a hand-written cut: the identity, whose gradients are summed over ranks."""
+    """Enters a hand-written tensor-parallel part: identity in forward, gradients summed over ranks in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -33,7 +33,9 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Out of a hand-written cut: the sum over ranks, whose gradient is everyone's."""
+    """Leaves a hand-written tensor-parallel part: sum over ranks in forward, the same gradient for all ranks in
+    backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -47,7 +49,7 @@ class _Sum(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A residual block; ``cut`` is the group over which its hidden units are divided by hand."""
+    """A residual block; ``cut`` is the group over which its hidden units are split by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stem, blocks and a head; a stage of a pipeline has some of them, under the same names."""
+    """A stem, blocks and a head; a pipeline stage has some of them under the same names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,13 +88,13 @@ class Net(nn.Module):
 
 
 def build() -> Net:
-    """The model with the weights that every run starts from."""
+    """Return the model with the weights that every run starts from."""
     torch.manual_seed(0)
     return Net()
 
 
 def stage(index: int, stages: int) -> Net:
-    """The ``index``-th of ``stages`` equal parts."""
+    """Return the ``index``-th of ``stages`` equal stages."""
     net = build()
     each = BLOCKS // stages
     for i in range(BLOCKS):
@@ -106,7 +108,7 @@ def stage(index: int, stages: int) -> Net:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The global batch of a step: ``[16, 8]`` and ``[16, 4]``."""
+    """Return the global batch of a step: ``[16, 8]`` and ``[16, 4]``."""
     generator = torch.Generator().manual_seed(step % 5)
     x = torch.randn(BATCH, 8, generator=generator)
     return x, torch.stack([x[:, :4].sum(1), x[:, 0] * x[:, 1], x[:, 2].abs(), x[:, 3:].mean(1)], 1)
@@ -117,7 +119,7 @@ LOSS = nn.functional.mse_loss
 
 @dataclass
 class Options:
-    """How a run is made."""
+    """Options of a run."""
 
     steps: int = 50
     fused: bool = False
@@ -131,22 +133,22 @@ class Options:
     """Compression of DDP's gradients."""
     unscale_first: bool = False
     plant: int | None = None
-    """Rank on which an infinity is planted in the third step."""
+    """Rank whose gradient gets an infinity in the third step."""
     plant_late: bool = False
-    """After unscaling instead of before."""
+    """Place the infinity after unscaling instead of before."""
     frozen: bool = False
-    """The second half of the model trains nothing: of two stages all of one."""
+    """Freeze the second half of the model, which is the whole second of two stages."""
     idle: bool = False
-    """In every other step the second rank has no batch, and the first has all of it; where gradients are summed by hand."""
+    """With gradients summed by hand: in every other step, rank 0 has the whole batch and rank 1 has none."""
     late: bool = False
-    """Gradients are summed by hand when they are unscaled, instead of before."""
+    """Sum gradients by hand after unscaling instead of before."""
     pairs: bool = False
-    """Ranks 0 and 1 train apart from 2 and 3."""
+    """Train ranks 0 and 1 separately from ranks 2 and 3."""
 
 
 @dataclass
 class Trace:
-    """What became of a run."""
+    """The results of a run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -156,9 +158,10 @@ class Trace:
 
 
 def optimizer_of(params: Any, options: Options) -> torch.optim.Optimizer:
-    """SGD with momentum, which follows gradients linearly, so that rounding is not blown up.
+    """Return SGD with momentum, which is linear in the gradients and does not amplify rounding.
 
-    Fused AdamW, since torch's fused SGD does not know DTensors; with a group for these, which it does not mix.
+    Fused runs use AdamW, because torch's fused SGD does not support DTensors. DTensors get their own group, because
+    AdamW does not mix them with plain tensors.
     """
     if options.fused:
         params = list(params)
@@ -170,7 +173,7 @@ def optimizer_of(params: Any, options: Options) -> torch.optim.Optimizer:
 
 
 def plant(optimizer: torch.optim.Optimizer) -> None:
-    """An infinity in one element of this rank's last gradient."""
+    """Put an infinity into one element of this rank's last gradient."""
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     grad = params[-1].grad
     local = grad.to_local() if hasattr(grad, "to_local") else grad
@@ -178,12 +181,12 @@ def plant(optimizer: torch.optim.Optimizer) -> None:
 
 
 def infinite_gradient(model: nn.Module) -> Any:
-    """The same before DistributedDataParallel reduces: after it, gradients cannot differ."""
+    """Make this rank's gradient infinite before DDP reduces it; afterwards, ranks cannot differ."""
     return next(model.parameters()).register_hook(lambda grad: torch.full_like(grad, float("inf")))
 
 
 class Run:
-    """A model on a layout, prepared."""
+    """A prepared model on a layout."""
 
     def __init__(self, plan: Any, options: Options) -> None:
         self.options = options
@@ -201,7 +204,7 @@ class Run:
         self.pp: Any = None
 
     def mine(self, tensor: Tensor) -> Tensor:
-        """This rank's slice of the global batch."""
+        """Return this rank's slice of the global batch."""
         if self.dp is None:
             return tensor
         if self.uneven():
@@ -209,11 +212,11 @@ class Run:
         return tensor.chunk(dist.get_world_size(self.dp))[dist.get_rank(self.dp)]
 
     def uneven(self) -> bool:
-        """Whether all of this step's batch is the first rank's."""
+        """Return whether rank 0 has the whole batch of this step."""
         return self.options.idle and self.number % 2 == 1
 
     def sum_gradients(self) -> None:
-        """What DistributedDataParallel would have done."""
+        """Sum gradients over ranks, in place of DistributedDataParallel."""
         if self.options.late:
             self.amp.unscale_(self.optimizer)
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -224,7 +227,7 @@ class Run:
                 dist.all_reduce(parameter.grad, group=self.dp)
 
     def average_weights(self) -> None:
-        """Over ranks that have trained by themselves."""
+        """Average the weights of ranks that trained separately."""
         state = self.amp.model_state_dict(self.model)
         for value in state.values():
             dist.all_reduce(value, group=self.dp)
@@ -232,7 +235,9 @@ class Run:
         self.model.load_state_dict(state)
 
     def forward_backward(self, x: Tensor, y: Tensor) -> float | None:
-        """One pass over this rank's part of a global batch; the mean loss over ranks, on the last stage."""
+        """Run forward and backward on this rank's part of a global batch; return the mean loss over ranks on the last
+        stage.
+        """
         x, y = self.mine(x), self.mine(y)
         if self.schedule is not None:
             every: list[Tensor] = []
@@ -264,7 +269,7 @@ class Run:
         return None if loss is None else float(loss)
 
     def train(self, first: int = 0) -> Trace:
-        """All steps, or those from ``first`` on."""
+        """Train all steps, or those from ``first`` on."""
         trace, options = Trace(), self.options
         for step in range(first, options.steps):
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -293,7 +298,7 @@ class Run:
         return trace
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole model's fp32 weights, on every rank."""
+        """Return the whole model's fp32 weights on every rank."""
         out = {}
         held = self.modules or [self.model]
         states = [self.amp.model_state_dict(module) for module in held]
@@ -326,14 +331,14 @@ def cut_by_hand(model: Net, run: Run, group: Any) -> None:
 
 
 def declare(model: Net, run: Run, group: Any) -> None:
-    """Tell the session of the cut."""
+    """Mark the split parameters in the session."""
     for name, parameter in model.named_parameters():
         if name in run.shards:
             run.amp.mark_sharded(parameter, group, dim=run.shards[name][0])
 
 
 def parallelize(model: Net, mesh: DeviceMesh) -> None:
-    """Cut every block's hidden units by DTensor."""
+    """Split every block's hidden units with DTensor."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {}
@@ -346,14 +351,14 @@ _pairs: list[Any] = []
 
 
 def pair_of() -> Any:
-    """The group of ranks 0 and 1, or 2 and 3: this rank's."""
+    """Return this rank's group: ranks 0 and 1, or 2 and 3."""
     if not _pairs:
         _pairs.extend(dist.new_group([at, at + 1]) for at in (0, 2))
     return _pairs[dist.get_rank() // 2]
 
 
 def freeze(model: Net) -> None:
-    """What the second of two stages has."""
+    """Freeze the part of the model that belongs to the second of two stages."""
     held = [block for index, block in model.blocks.items() if int(index) >= BLOCKS // 2]
     for part in [*held, *filter(None, [model.head])]:
         part.requires_grad_(False)
@@ -363,7 +368,7 @@ _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
-    """One mesh per shape in a process: each makes process groups."""
+    """Return one mesh per shape and process, because each mesh creates process groups."""
     key = tuple(sizes.items())
     if key not in _meshes:
         _meshes[key] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -371,14 +376,15 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 
 def make(layout: str, plan: Any, options: Options) -> Run:
-    """A run on a layout: ``single``, ``ddp``, ``fsdp``, ``tp``, ``hand``, ``pp``, or several as ``ddp.hand``.
+    """Return a run on a layout: ``single``, ``ddp``, ``fsdp``, ``tp``, ``hand``, ``pp``, or several as ``ddp.hand``.
 
-    Or one that a loop of one's own makes: ``manual`` sums gradients over ranks, ``local`` averages weights after each step.
+    ``manual`` and ``local`` are custom loops: ``manual`` sums gradients over ranks, ``local`` averages weights after
+    each step.
     """
     run = Run(plan, options)
     if run.amp.plan.compile != "as_given" and hasattr(
         torch.compiler, "set_default_backend"
-    ):  # else Inductor (2.11)
+    ):  # torch 2.11 uses Inductor
         torch.compiler.set_default_backend("aot_eager")
     size = dist.get_world_size() if dist.is_initialized() else 1
     parts = layout.split(".")
@@ -424,9 +430,7 @@ def make(layout: str, plan: Any, options: Options) -> Run:
         if "hand" in parts:
             declare(module, run, mesh.get_group("hand"))
     calls: list[Any] = list(modules)
-    if (
-        options.compile and "pp" in parts
-    ):  # a stage sees what it is given: DDP around the compiled module, not within
+    if options.compile and "pp" in parts:  # DDP goes around the compiled stage, not inside
         calls = [torch.compile(call, backend="aot_eager") for call in calls]
     if "ddp" in parts:
         over = pair_of() if options.pairs else mesh.get_group("ddp")
@@ -448,7 +452,7 @@ def make(layout: str, plan: Any, options: Options) -> Run:
 
 
 def schedule_of(calls: list[Any], mine: list[int], stages: int, group: Any, options: Options) -> Any:
-    """A schedule of this rank's stages."""
+    """Return a schedule of this rank's stages."""
     from torch.distributed.pipelining import (
         PipelineStage,
         Schedule1F1B,
@@ -471,7 +475,7 @@ def schedule_of(calls: list[Any], mine: list[int], stages: int, group: Any, opti
 
 
 def train(rank: int, size: int, layout: str, plan: Any, options: Options) -> Trace:
-    """A case for a :class:`~tests.distributed.world.World`."""
+    """Train, as a case for a :class:`~tests.distributed.world.World`."""
     run = make(layout, plan, options)
     try:
         return run.train()
@@ -480,7 +484,7 @@ def train(rank: int, size: int, layout: str, plan: Any, options: Options) -> Tra
 
 
 def alone(plan: Any, options: Options) -> Trace:
-    """The same on one process."""
+    """Train the same in one process."""
     run = make("single", plan, options)
     try:
         return run.train()
@@ -489,5 +493,5 @@ def alone(plan: Any, options: Options) -> Trace:
 
 
 def every(values: list[Trace], of: Callable[[Trace], Any]) -> Iterator[Any]:
-    """A property of every rank's trace."""
+    """Return one attribute of every rank's trace."""
     return (of(value) for value in values)

@@ -1,4 +1,4 @@
-"""What ranks agree on, and when nothing is sent."""
+"""What ranks agree on, and when they send nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.soak import each_value
 
 
 class Counted:
-    """How many collectives run inside, by the names that torch.distributed gives them."""
+    """Counts collectives by their names in torch.distributed."""
 
     def __enter__(self) -> dict[str, int]:
         self.counts: dict[str, int] = {}
@@ -68,13 +68,16 @@ def messages(rank: int, size: int, layout: str, max_norm: float | None) -> dict[
 def test_a_step_sends_one_message_where_ranks_can_differ(
     two: World, layout: str, want: int, max_norm: float | None
 ) -> None:
-    """The flag and the norm travel together; under DDP nothing is sent."""
+    """The overflow flag and the norm travel in one message; under DDP nothing is sent."""
     for sent in two.run(messages, layout, max_norm):
         assert sum(sent.values()) == want
 
 
 def undeclared(rank: int, size: int) -> tuple[bool, ...]:
-    """A model that nothing is known of; by default all ranks decide together, a group of one and ALONE decide alone."""
+    """Step an unwrapped model with a NaN on rank 1.
+
+    By default all ranks decide together; with a group of one rank, or ALONE, each decides alone.
+    """
     skipped = []
     groups = [dist.new_group([r]) for r in range(size)]
     for group in (None, groups[rank], ALONE):
@@ -96,7 +99,7 @@ def test_all_ranks_by_default_and_those_of_a_group(two: World) -> None:
 
 
 def measured(rank: int, size: int) -> dict[str, int]:
-    """Rank 1 alone trains, infers and compares gradients, each by sessions of castwise's own."""
+    """Train, infer and compare gradients on rank 1 only, with sessions created by castwise."""
     with Counted() as counts:
         if rank == 1:
             net, data = nn.Linear(4, 4), [torch.ones(2, 4), torch.zeros(2, 4)]
@@ -120,7 +123,7 @@ def measured(rank: int, size: int) -> dict[str, int]:
 
 
 def test_measuring_on_one_rank_asks_no_other(two: World) -> None:
-    """Ranks may measure different things, or fail at different places."""
+    """Ranks may measure different things, or fail at different points."""
     assert two.run(measured) == [{}, {}]
 
 
@@ -161,7 +164,7 @@ def all_or_none(rank: int, size: int) -> None:
     with pytest.raises(CheckpointError, match=r"^ValueError: broken\nhere$"):
         checked.first(lambda: fail(0))
     assert (alone.size, alone.rank, alone.gather(rank), alone.to_first(rank)) == (1, 0, [rank], [rank])
-    if rank == 2:  # nobody else is there
+    if rank == 2:  # other ranks do not take part
         assert alone.first(lambda: fail(1)) == alone.each(fail) == 2
         with pytest.raises(ValueError, match="broken"):
             alone.every(lambda: fail(2))
@@ -176,9 +179,7 @@ def all_or_none(rank: int, size: int) -> None:
     assert Ranks(mine).first(lambda: rank) == rank // 2 * 2
     assert Ranks(mine).merge(rank, lambda ranks: 10 * ranks[0] + ranks[1]) == 11 * (rank // 2 * 2) + 1
     groups = [Ranks(mine).duplicate(use).group for use in ("test", "test", "other")]
-    assert (
-        groups[0] is groups[1]
-    )  # while the messages of another use, on another thread, go by a group of their own
+    assert groups[0] is groups[1]  # other uses, on other threads, have their own group
     assert groups[0] is not groups[2]
     assert Ranks.among([rank], "test").gather(rank) == [rank]
     for error, kind in ((None, StateError), (CheckpointError, CheckpointError)):
@@ -191,7 +192,7 @@ def test_all_ranks_go_on_or_all_raise(four: World) -> None:
 
 
 def named_losses(rank: int, size: int) -> tuple[float, float, bool]:
-    """The loss that overflows on one rank loses its scale on all; the other keeps its own."""
+    """Train with two losses, of which ``b`` overflows on rank 1: its scale shrinks on all ranks, the other stays."""
     run = model.make("fsdp", Plan(compute="fp16", loss_scale=LossScale(init=64.0)), Options())
     x, y = model.batch(0)
     run.amp.backward(LOSS(run.call(run.mine(x)), run.mine(y)), "a")
@@ -211,7 +212,9 @@ def test_scales_of_named_losses_agree(two: World) -> None:
 
 
 def mixed_meshes(rank: int, size: int, norm_type: float) -> tuple[float, float, float]:
-    """Parameters cut in every way, in one norm: on two meshes, by hand, as a partial sum, not at all."""
+    """Gradients that should be a sum over ranks are compared first and the norm is then sent again, which adds
+    messages.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh = mesh_of(a=2, b=size // 2)
@@ -239,7 +242,7 @@ def mixed_meshes(rank: int, size: int, norm_type: float) -> tuple[float, float, 
     add(piece, piece.clone())
     agreement.pieces.mark(params[-1], group)
     add(values[5], values[5].clone())
-    empty = torch.zeros(1, 4)  # fewer rows than ranks: some hold nothing
+    empty = torch.zeros(1, 4)  # fewer rows than ranks, so some ranks have none
     add(distribute_tensor(empty, one, [Shard(0)]), distribute_tensor(empty, one, [Shard(0)]))
     norm = agreement.norm(params, norm_type, joined=True)
     want = torch.linalg.vector_norm(torch.cat([v.flatten() for v in values]).double(), norm_type)
@@ -254,7 +257,7 @@ def test_the_norm_counts_each_parameter_once(four: World, norm_type: float) -> N
 
 
 def clipped(rank: int, size: int, layout: str) -> tuple[float, float]:
-    """``amp.clip_grad_norm_`` by itself: what it returns, and what is left."""
+    """Call ``amp.clip_grad_norm_`` alone; return its result and the clipped gradients."""
     run = model.make(layout, "fp16-mixed", Options())
     run.forward_backward(*model.batch(0))
     norm = float(run.amp.clip_grad_norm_(run.optimizer, 0.01))
@@ -297,7 +300,7 @@ def test_ranks_with_different_plans_are_named(two: World) -> None:
 
 
 def fails(rank: int, size: int, where: str) -> str:
-    """In the checks, while the plan is carried out, or before either."""
+    """Fail on rank 1: in prepare's checks, while the plan is applied, or before both."""
     amp, net = castwise.Amp("bf16-master", device="cpu"), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     patch = pytest.MonkeyPatch()
@@ -319,14 +322,14 @@ def fails(rank: int, size: int, where: str) -> str:
     assert (castwise.Amp.of(net) is None) is (where != "late")
     patch.undo()
     amp.close()
-    with castwise.Amp("bf16-mixed", device="cpu") as again:  # all go on together
+    with castwise.Amp("bf16-mixed", device="cpu") as again:  # all ranks can prepare together again
         again.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.mark.parametrize("where", ["checks", "apply", "late", "stranger"])
 def test_a_rank_that_fails_inside_prepare_frees_the_others_at_once(where: str, two: World) -> None:
-    """They waited for it until the process group's own timeout."""
+    """Without this, they would wait until the process group's timeout."""
     for text in two.run(fails, where):
         assert text.startswith("RankError: on rank 1: "), text
 
@@ -462,7 +465,7 @@ def groups(rank: int, size: int) -> dict[str, tuple[str, str]]:
 def test_regions_get_shard_groups_of_their_own(two: World) -> None:
     (seen, _) = two.run(groups)
     low, full = "torch.bfloat16", "torch.float32"
-    assert seen["stem"] == (low, full)  # the model's inputs are as they were given; its operators cast them
+    assert seen["stem"] == (low, full)  # inputs of the model are not cast; its operators cast them
     assert seen["blocks.0.up"] == (low, low)
     assert seen["blocks.0.norm"] == (full, low)
     assert seen["head"] == (full, full)
@@ -489,7 +492,7 @@ def test_a_plan_without_masters_shards_what_it_stores(two: World) -> None:
 
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed+ops.gelu=fp32", "bf16-master", "bf16-true"])
 def test_replicas_in_threads_run_by_the_plan(plan: str) -> None:
-    """What DataParallel does on GPUs: replicas share the hooks, and each runs on a thread of its own."""
+    """As DataParallel does on GPUs: replicas share hooks, and each runs in its own thread."""
     net = build()
     amp = castwise.Amp(plan, device="cpu")
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -515,14 +518,14 @@ def test_replicas_in_threads_run_by_the_plan(plan: str) -> None:
     assert all("cast" in str(o.grad_fn).lower() or o.grad_fn is not None for o in outputs)
     amp.backward(LOSS(out, y))
     for parameter, grad in zip(net.parameters(), want, strict=True):
-        # two halves in bf16 are rounded where the whole was rounded once
+        # Two bf16 halves are rounded separately, the whole only once.
         torch.testing.assert_close(parameter.grad, grad, rtol=0.1, atol=0.02 * float(grad.abs().max() + 1e-3))
     assert amp.step(optimizer).skipped is False
     amp.close()
 
 
 def _replica(net: nn.Module) -> nn.Module:
-    """As ``torch.nn.parallel.replicate`` makes one, whose broadcast is a function with a gradient."""
+    """Copy a module like ``torch.nn.parallel.replicate``, whose broadcast is differentiable."""
     copies = {id(module): module._replicate_for_data_parallel() for module in net.modules()}
     for module in net.modules():
         copy = copies[id(module)]

@@ -1,4 +1,4 @@
-"""The drop-in for Apex under data parallelism: two processes train as one does on the whole batch."""
+"""The Apex drop-in with data parallelism: two processes train as one does on the whole batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.soak import each_value
 
 STEPS = 6
 OVERFLOW = {1, 3}
-RATE = 0.8  # of a loss that is divided by 8, so that nothing else overflows at the first scale
+RATE = 0.8  # the loss is divided by 8, so that nothing else overflows at the first scale
 
 
 def model_and_data() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
@@ -35,7 +35,7 @@ def train(
     if rank:
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(1.0)  # the first rank's weights count
+                p.add_(1.0)  # DDP replaces these by rank 0's weights
     optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     if wrapper == "torch":
@@ -54,7 +54,7 @@ def train(
         for inputs, targets in parts:
             loss = nn.functional.mse_loss(model(inputs), targets) / (8 * len(parts))
             if step in OVERFLOW and rank == size - 1:
-                loss = loss * float("inf")  # on one rank alone; all must skip
+                loss = loss * float("inf")  # on one rank only; all ranks must skip
             with amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
         optimizer.step()
@@ -84,7 +84,7 @@ def in_fp64() -> list[Tensor]:
 def test_two_ranks_train_as_one(two: World, wrapper: str, level: str, accumulate: bool) -> None:
     (first, scales, _), (second, other_scales, _) = two.run(train, wrapper, level, accumulate)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    halvings = 2 if accumulate else 1  # one for each pass, as Apex counts
+    halvings = 2 if accumulate else 1  # one halving per backward pass, as in Apex
     want = [2.0 ** (16 - halvings * sum(step <= now for step in OVERFLOW)) for now in range(STEPS)]
     assert scales == other_scales == want
     close(first, in_fp64(), 3 * FROM_FP64[torch.float16])

@@ -1,4 +1,4 @@
-"""Models that arrive in bf16 and are sharded by FSDP2."""
+"""Models that are in bf16 before prepare and sharded by FSDP2."""
 
 from __future__ import annotations
 

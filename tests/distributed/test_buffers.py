@@ -1,4 +1,4 @@
-"""Buffers that a bad batch of one rank poisons, after the step that all ranks skip for it."""
+"""Buffers made non-finite by one rank's bad batch are restored after the step that all ranks skip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.soak import pairs
 
 
 class Averaging(nn.Module):
-    """BatchNorm, and an average that all ranks keep together, as synchronised norms do."""
+    """BatchNorm, and a running mean shared by all ranks, as in synchronised norms."""
 
     mean: Tensor
 
@@ -34,7 +34,7 @@ class Averaging(nn.Module):
 
 
 def poisoned(rank: int, size: int, layout: str, plan: str, bad: int) -> list[dict[str, Any]]:
-    """Floating buffers and what was put back: before a bad batch, after it, and after a good one."""
+    """Return floating buffers and the restored names before a bad batch, after it, and after a good one."""
     amp, model = castwise.Amp(plan, device="cpu"), Averaging()
     inner: Any = model
     if layout == "fsdp2":
@@ -68,7 +68,8 @@ def test_each_rank_puts_back_what_became_non_finite_on_it(
     own = {"body.1.running_mean", "body.1.running_var"}
     found = two.run(poisoned, layout, plan, bad)
     for rank, (own_good, after, later) in enumerate(found):
-        good = found[0][0] if layout == "ddp" else own_good  # rank 0's are broadcast before the forward
+        # DDP broadcasts rank 0's buffers before the forward.
+        good = found[0][0] if layout == "ddp" else own_good
         restored = {"mean", *(own if rank == bad else ())}
         assert set(after["restored"]) == restored
         for name, buffer in after["buffers"].items():

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: resumed by as many, and loaded under other layouts, in one process and back."""
+"""Checkpoints of several processes: resumed by as many, and loaded under other layouts or in one process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WORLD = 2
 
 
 class Net(nn.Module):
-    """Two layers, named, with dropout between; each may be another rank's."""
+    """Two named layers with dropout between them; each layer may be on another rank."""
 
     def __init__(self, names: tuple[str, ...] = ("first", "last"), dropout: float = 0.25) -> None:
         super().__init__()
-        layers = {"first": nn.Linear(8, 16), "last": nn.Linear(16, 5)}  # FSDP2 cuts 5 into 3 and 2
+        layers = {"first": nn.Linear(8, 16), "last": nn.Linear(16, 5)}  # FSDP2 splits 5 into 3 and 2
         self.layers = nn.ModuleDict({name: layers[name] for name in names})
         self.dropout = dropout
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Piece(nn.Module):
-    """A linear layer of which each rank holds other outputs."""
+    """A linear layer with different outputs on each rank."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Piece(nn.Module):
 
 
 class Run:
-    """A training in some layout: ``whole`` in each process, or cut over both."""
+    """A training in a layout: ``whole`` in each process, or split over both."""
 
     def __init__(self, layout: str, plan: str, seed: int = 0) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -106,7 +106,7 @@ class Run:
         return checkpoint.save(folder, step, **self.parts(), **options)
 
     def state(self) -> dict[str, Tensor]:
-        """All that training goes on from, whole."""
+        """Return everything that training continues from, unsharded."""
         weights = self.amp.model_state_dict(self.model)
         state = {f"model.{key}": whole(value) for key, value in weights.items()}
         names = [name for name, _ in self.model.named_parameters()]
@@ -134,7 +134,7 @@ def raises(text: str, call: Callable[[], Any]) -> None:
 
 
 def resumes(rank: int, size: int, folder: Path, layout: str, plan: str, asynchronous: bool) -> None:
-    """As many processes of the same layout continue bit for bit; what was saved is left for the parent."""
+    """Resume bit for bit with as many processes in the same layout; leave the checkpoint for the parent process."""
     run = Run(layout, plan)
     run.train(0)
     at = run.state()
@@ -155,7 +155,7 @@ def resumes(rank: int, size: int, folder: Path, layout: str, plan: str, asynchro
     same(fresh.state(), at)
     fresh.train(3)
     same(fresh.state(), want)
-    if layout == "pipeline":  # each rank holds a part of the state
+    if layout == "pipeline":  # each rank has a part of the state
         parts: list[Any] = [None] * WORLD
         dist.all_gather_object(parts, at)
         at = {key: value for part in parts for key, value in part.items()}
@@ -164,7 +164,7 @@ def resumes(rank: int, size: int, folder: Path, layout: str, plan: str, asynchro
 
 
 def layouts_change(rank: int, size: int, folder: Path) -> None:
-    """One process saved ``plain``; here it is loaded sharded."""
+    """Load a checkpoint that one process saved as ``plain`` into sharded layouts."""
     want = torch.load(folder / "plain" / "want.pt", weights_only=True)
     for layout, plan in (("fsdp", "fp16-master"), ("tensor", "bf16-mixed"), ("ddp", "fp16-mixed")):
         run = Run(layout, plan, seed=7)
@@ -175,14 +175,14 @@ def layouts_change(rank: int, size: int, folder: Path) -> None:
         assert scale == (65536.0 if plan.startswith("fp16") else 1.0)
         same(got, {key: value for key, value in want.items() if key != "scale"})
         run.train(0, 1)
-    run = Run("fsdp", "bf16-mixed", seed=7)  # and what was cut one way is cut another
+    run = Run("fsdp", "bf16-mixed", seed=7)  # from one kind of sharding to another
     checkpoint.load(folder / "tensor" / "step-00000003", **run.parts())
     saved = torch.load(folder / "tensor" / "want.pt", weights_only=True)
     same(run.state(), saved)
 
 
 def errors(rank: int, size: int, folder: Path) -> None:
-    """What fails on one rank is raised by all, and changes nothing on any."""
+    """Raise the error of one rank on all ranks, without changing anything on any."""
     run = Run("ddp", "bf16-mixed", seed=5)
     raises(
         "rank 1: save: extra is a builtins.object",
@@ -197,7 +197,7 @@ def errors(rank: int, size: int, folder: Path) -> None:
     )
     del run.model.further
     same(run.state(), before)
-    # What fails on one rank while it is written is taken back by all.
+    # If loading fails on one rank, all ranks roll back.
     if rank:
         hook = run.model.layers["last"].register_load_state_dict_pre_hook(lambda *_: 1 / 0)
     raises(
@@ -207,7 +207,7 @@ def errors(rank: int, size: int, folder: Path) -> None:
     same(run.state(), before)
     if rank:
         hook.remove()
-    # Damage is found by whichever rank looks at the file, and all take the same other checkpoint.
+    # Any rank may find the damage when it reads a file; all ranks then choose the same other checkpoint.
     late = folder / "damage"
     run.save(late, 1)
     run.save(late, 2)
@@ -226,7 +226,7 @@ def errors(rank: int, size: int, folder: Path) -> None:
 
 
 def a_disk_fails(rank: int, size: int, folder: Path) -> None:
-    """While one rank writes: all raise, and the older checkpoint is the newest."""
+    """Fail while one rank writes: all ranks raise, and the older checkpoint stays the newest."""
     from castwise.core.checkpoint.storage import Stage
 
     folder = folder / "disk"
@@ -249,7 +249,7 @@ def a_disk_fails(rank: int, size: int, folder: Path) -> None:
 
 
 def buffers_differ(rank: int, size: int, folder: Path) -> None:
-    """Replicas' buffers are those of the first rank, all of them, as DistributedDataParallel has it."""
+    """Load replicas with different buffers: all get the first rank's, as with DistributedDataParallel."""
     run = Run("whole", "bf16-mixed")
     for number in range(4):
         run.model.register_buffer(f"seen{number}", torch.full((3 + number,), float(rank)))
@@ -266,7 +266,7 @@ def newest_quietly(folder: Path) -> checkpoint.Found:
 
 
 def subgroup(rank: int, size: int, folder: Path) -> None:
-    """Ranks of a part of the job save without the others."""
+    """Save from a subgroup of the ranks without the others."""
     groups = [dist.new_group([each]) for each in range(size)]
     mine = groups[rank]
     run = Run("whole", "bf16-mixed")
@@ -292,7 +292,7 @@ SAVED = {
 
 @pytest.fixture(scope="module")
 def saved(two: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of what two processes have saved and gone on from bit for bit; ``plain`` is that of one process."""
+    """Return the folder that two processes have saved and resumed from; ``plain`` was saved by one process."""
     folder = tmp_path_factory.mktemp("saved")
 
     @functools.cache
@@ -324,7 +324,7 @@ def test_among_two_processes(two: World, saved: Callable[[str], Path], case: Cal
 @pytest.mark.parametrize("name", ["fsdp", "fsdp-async", "ddp", "tensor", "pipeline"])
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-master"])
 def test_one_process_loads_what_two_have_saved(saved: Callable[[str], Path], name: str, plan: str) -> None:
-    """Weights, and state by the same names, whole; masters take the full values."""
+    """Weights and state load unsharded under the same names; masters get the full values."""
     want = torch.load(saved(name) / "want.pt", weights_only=True)
     run = Run("whole", plan, seed=7)
     loaded = checkpoint.load(checkpoint.newest(saved(name)), **run.parts())
@@ -334,7 +334,8 @@ def test_one_process_loads_what_two_have_saved(saved: Callable[[str], Path], nam
     got = run.state()
     del got["scale"]
     same(got, want)
-    assert any((value != value.bfloat16()).any() for value in want.values())  # or rounding would not show
+    # Otherwise rounding would not show.
+    assert any((value != value.bfloat16()).any() for value in want.values())
     run.train(0, 1)
     run.amp.close()
 

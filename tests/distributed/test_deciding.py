@@ -1,4 +1,4 @@
-"""Ranks that do different things in a step: whatever each has done, all send the same and decide the same."""
+"""Ranks that do different things in a step still send the same messages and make the same decision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 6
 
 
 def grown(plan: str) -> str:
-    """Where the plan has a loss scale, one that moves during the test."""
+    """Add a loss scale that changes during the test, if the plan has a loss scale."""
     return plan + GROWS if castwise.Plan.parse(plan).loss_scale is not None else plan
 
 
@@ -40,12 +40,12 @@ def batch(step: int) -> Tensor:
 
 
 def works(rank: int, step: int) -> bool:
-    """Whether a rank has a batch: both in the first two steps, then one of them by turns, then none."""
+    """Return whether a rank has a batch: both ranks in the first two steps, then one in turn, then none."""
     return step < 2 or (step < STEPS - 1 and (rank + step) % 2 == 0)
 
 
 def oracle(steps: list[int], max_norm: float | None) -> Tensor:
-    """Plain fp64 training on these steps' batches."""
+    """Train in plain fp64 on the batches of the given steps; return the weights."""
     net = network().double()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for step in steps:
@@ -61,7 +61,7 @@ def oracle(steps: list[int], max_norm: float | None) -> Tensor:
 
 
 def local_steps(rank: int, size: int, plan: str, max_norm: float | None, bad: int) -> Any:
-    """Local SGD: DistributedDataParallel averages the gradients of every third step alone; weights are averaged after it."""
+    """Run local SGD: DDP averages gradients only in every third step, after which the weights are averaged."""
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -81,7 +81,7 @@ def local_steps(rank: int, size: int, plan: str, max_norm: float | None, bad: in
         optimizer.zero_grad()
         scales.append(amp.get_scale())
         if not local:
-            for parameter in optimizer.param_groups[0]["params"]:  # masters, where there are any
+            for parameter in optimizer.param_groups[0]["params"]:  # masters, if there are any
                 dist.all_reduce(parameter.data)
                 parameter.data /= size
     weight = amp.model_state_dict(net)["weight"].clone()
@@ -127,7 +127,7 @@ def test_ranks_that_step_by_their_own_gradients_skip_together(
 
 
 class Case:
-    """A loop on one rank, of ranks that are idle by turns."""
+    """A training loop on one of two ranks that are idle in turn."""
 
     def __init__(self, plan: str, optimizers: int, max_norm: float | None) -> None:
         self.nets = [network() for _ in range(optimizers)]
@@ -194,9 +194,9 @@ def idle(
 def test_a_rank_without_a_batch_takes_part(
     two: World, plan: str, how: str, optimizers: int, max_norm: float | None
 ) -> None:
-    """Each by its own weights; by gradients summed over ranks, which hold the others' scale; or summed when they do not."""
+    """Ranks step their own weights, or gradients summed over ranks before or after unscaling."""
     if how == "alone" and max_norm is not None:
-        max_norm = 100.0  # the norm is that of all ranks together
+        max_norm = 100.0  # the norm covers all ranks
     (first, scale, sent), (second, other_scale, other_sent) = two.run(
         idle, grown(plan), how, optimizers, max_norm
     )
@@ -211,12 +211,12 @@ def test_a_rank_without_a_batch_takes_part(
         torch.testing.assert_close(first, oracle([*range(STEPS - 1)], joint), atol=atol, rtol=0)
     assert scale == other_scale
     assert sent == other_sent
-    # beside the norm a sum cannot be told, so once it was compared the norm is sent anew
+    # Gradients that should be a sum over ranks are compared first and the norm is then sent again, which adds messages.
     assert len({*sent}) == 1 or (how == "summed" and max_norm is not None)
 
 
 def from_the_start(rank: int, size: int, way: str) -> list[float]:
-    """Rank 1 never has a batch, nor a scale of its own before."""
+    """Train with a rank 1 that never has a batch, nor a scale of its own before."""
     case = Case("fp16-mixed", 1, None)
     (optimizer,) = case.optimizers
     for step in range(3):
@@ -265,7 +265,9 @@ def test_an_idle_rank_skips_with_the_others_and_its_scale_falls(two: World, max_
 
 
 def gradients_of_ones_own(rank: int, size: int, max_norm: float | None) -> str:
-    """Not computed by a backward, and no sum either: nobody can tell whether the scale is in them."""
+    """Step gradients that come from neither a backward nor a sum, so castwise cannot know whether they contain the
+    scale.
+    """
     case = Case("fp16-mixed", 1, max_norm)
     (optimizer,) = case.optimizers
     case.backward(0)
@@ -309,7 +311,7 @@ def test_a_second_step_on_the_same_gradients_is_refused(two: World) -> None:
 
 
 def names(rank: int, size: int) -> tuple[list[float], str]:
-    """The loss of a step has the name that it had before; one more of a window is no loss for some ranks alone."""
+    """Train named losses: a step's loss keeps its former name; a further loss on only some ranks is an error."""
     case = Case("fp16-mixed" + GROWS, 2, None)
     for step in range(4):
         for name, net, optimizer in zip("ab", case.nets, case.optimizers, strict=True):
@@ -328,7 +330,7 @@ def names(rank: int, size: int) -> tuple[list[float], str]:
         with pytest.raises(StateError) as refused:
             case.amp.step(case.optimizers[0])
         said = str(refused.value)
-        dist.all_reduce(torch.zeros(()))  # the other rank's second message
+        dist.all_reduce(torch.zeros(()))  # receives the other rank's second message
         case.amp.close()
     return scales, said
 
@@ -340,7 +342,7 @@ def test_an_idle_rank_and_named_losses(two: World) -> None:
     assert "step: another rank called backward in this step for a named loss" in said
 
 
-# --- a rank that trains nothing --------------------------------------------------------------------------------
+# --- a rank without trained parameters --------------------------------------------------------------------------
 
 
 def nothing_to_train(
@@ -376,12 +378,12 @@ def nothing_to_train(
 @pytest.mark.parametrize("what", ["module", "frozen", "group"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_rank_that_trains_nothing_answers(two: World, plan: str, what: str, max_norm: float | None) -> None:
-    """And all_reduce calls of the user's own meet none of castwise's."""
+    """The user's own all_reduce calls do not get mixed up with castwise's."""
     assert two.run(nothing_to_train, plan, what, max_norm) == [([False, False, True, False], [2.0] * 4)] * 2
 
 
 class Half(nn.Module):
-    """A model whose second part is left out of DistributedDataParallel."""
+    """A model whose second part is excluded from DistributedDataParallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +395,7 @@ class Half(nn.Module):
 
 
 def changes(rank: int, size: int, what: str) -> tuple[list[int], list[bool]]:
-    """Under DistributedDataParallel nothing is sent, until some parameter is trained that it does not average."""
+    """Step under DDP, which needs no messages until a trained parameter is not averaged by DDP."""
     amp = castwise.Amp("fp16-mixed", device="cpu")
     late = network()
     if what == "another model here" and rank == 1:
@@ -442,7 +444,7 @@ def test_what_changes_is_decided_by_all(two: World, what: str, sent: list[int]) 
 
 
 def more_models_on_one(rank: int, size: int) -> list[bool]:
-    """Three optimizers that step together here, one there."""
+    """Step three optimizers together on rank 0, and one on rank 1."""
     nets = [network() for _ in range(3 if rank == 0 else 1)]
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
     amp = castwise.Amp("fp16-mixed", device="cpu")
@@ -513,11 +515,13 @@ def test_stages_without_an_optimizer_are_not_waited_for(four: World, what: str, 
     assert four.run(stage_without_optimizer, what, plan) == want
 
 
-# --- whose DistributedDataParallel -----------------------------------------------------------------------------
+# --- DistributedDataParallel over other ranks --------------------------------------------------------------------
 
 
 def other_ranks(rank: int, size: int) -> tuple[bool, bool, bool]:
-    """A session of ranks 0 and 1, or 2 and 3; DistributedDataParallel of two others, of all, and of these."""
+    """Train in sessions of ranks 0 and 1, or 2 and 3, with DDP across the sessions, over all ranks, and over the
+    session's.
+    """
     mine = [dist.new_group([at, at + 1]) for at in (0, 2)][rank // 2]
     across = [dist.new_group([at, at + 2]) for at in (0, 1)][rank % 2]
     found = []
@@ -528,7 +532,7 @@ def other_ranks(rank: int, size: int) -> tuple[bool, bool, bool]:
         amp.prepare(net, optimizer)
         ddp = DistributedDataParallel(net, process_group=group)
         loss = ddp(batch(0)).square().mean()
-        if rank % 2 == 1 and group is across:  # reaches ranks 1 and 3, of each session one
+        if rank % 2 == 1 and group is across:  # rank 1 or 3, one of each session
             loss = loss * float("inf")
         with Counted() as counts:
             amp.backward(loss)
@@ -544,7 +548,7 @@ def test_only_an_average_over_the_sessions_own_ranks_counts(four: World) -> None
 
 
 def meets_anew(rank: int, size: int, folder: str, first: str) -> list[list[bool]]:
-    """One session: together in DistributedDataParallel or alone, then alone, then together in a second process group."""
+    """Train one session with DDP or without, then without a process group, then together in a second process group."""
     case = Case("fp16-mixed", 1, None)
     (net,), (optimizer,) = case.nets, case.optimizers
 
@@ -576,7 +580,7 @@ def test_a_second_process_group_decides_anew(two: World, tmp_path: Any, first: s
 
 
 def in_turns(rank: int, size: int, interval: int) -> str:
-    """Two optimizers, both, then one, then the other, where rank 1 is idle: a new window, which it cannot see."""
+    """Step two optimizers, then one, then the other while rank 1 is idle and cannot see that a new window began."""
     case = Case(f"fp16-mixed+loss_scale.interval={interval}+loss_scale.init=1024", 2, None)
 
     def window(step: int, *turn: int) -> None:
@@ -602,7 +606,7 @@ def in_turns(rank: int, size: int, interval: int) -> str:
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_scales_that_would_part_are_refused_on_all_ranks(two: World, interval: int) -> None:
-    """Whether or not the scale has moved by then."""
+    """The error comes whether or not the scale has changed by then."""
     for text in two.run(in_turns, interval):
         assert text.startswith(
             "step: rank 1 called no backward since its last step and counted the backwards"

@@ -1,4 +1,4 @@
-"""Tools that look at a model: ranks of DistributedDataParallel and FSDP2 make one report, that of one process on all batches."""
+"""Inspection tools under DDP and FSDP2: all ranks get one report, equal to that of one process with all batches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _is_ddp(model: nn.Module) -> bool:
 
 
 def columns(report: Any, result: Any) -> set[str]:
-    """The names of all columns that a report of a result has."""
+    """Return the names of all columns in the report of a result."""
     return {name for part in report.lines(result.to_dict()) if isinstance(part, Grid) for name in part.header}
 
 
@@ -62,7 +62,7 @@ def net() -> Net:
 
 
 def inputs(number: int) -> Tensor:
-    """Of very different sizes, so that ranks see different ranges."""
+    """Return inputs of very different sizes, so that ranks see different ranges."""
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) * 10.0**number
 
 
@@ -99,14 +99,14 @@ def test_a_forecast_is_that_of_one_process_with_all_batches(two: World) -> None:
                     )
                     assert got == pytest.approx(wanted, rel=1e-12, nan_ok=True)
     alone = forecast(net(), square, [inputs(number) for number in range(2)], FORMATS, microbatches=2)
-    assert alone.regions != whole.regions  # so that the test can fail
+    assert alone.regions != whole.regions  # ensures that the test can fail
 
 
 # --- compare --------------------------------------------------------------------------------------------------
 
 
 def stack(rank: int) -> Stack:
-    """Whose sixth layer rounds coarsely on rank 1 alone."""
+    """Return a stack whose sixth layer rounds coarsely on rank 1 only."""
     return Stack(8, at=5, fault=("out", 3, False) if rank == 1 else None)
 
 
@@ -198,7 +198,7 @@ def test_operators_are_those_of_the_slowest_rank(two: World) -> None:
 
 
 class Root(nn.Module):
-    """Whose logarithm is of 0 where the input is."""
+    """Takes a logarithm of 0 if the input sums to 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,11 +239,11 @@ def test_what_one_rank_alone_has_is_told_on_all(two: World) -> None:
         assert two.run(nonfinite, kind, "data") == [((1,), "data", "", "")] * 2
 
 
-# --- alone, and failing -----------------------------------------------------------------------------------------
+# --- one rank alone, and failures -------------------------------------------------------------------------------
 
 
 def alone(rank: int, size: int) -> Any:
-    """A model without a wrapper is each rank's own, so that one may look at it by itself."""
+    """Inspect an unwrapped model, which belongs to one rank, so other ranks need not take part."""
     found = None
     if rank == 0:
         found = (
@@ -288,7 +288,7 @@ def fails(rank: int, size: int, kind: str) -> list[str]:
         except CastwiseError as error:
             assert "the loss must call the model that it is given" in str(error)  # noqa: PT017
         assert unchanged(model)
-        square(model, inputs(rank)).backward()  # and it trains on
+        square(model, inputs(rank)).backward()  # the model can still be trained
     return said
 
 
@@ -308,7 +308,7 @@ def given_unlike(rank: int, size: int) -> list[str]:
     model, said = DistributedDataParallel(net()), []
     language = DistributedDataParallel(Language())
     one = rank == 1
-    plan = "no-such-plan.json" if one else "bf16-mixed"  # a file that one machine alone lacks
+    plan = "no-such-plan.json" if one else "bf16-mixed"  # a file that exists on one machine only
     other = "fp16-mixed" if one else "bf16-mixed"
     mine = [inputs(0)]
     for call in (

@@ -1,4 +1,4 @@
-"""Processes that are killed, under torchrun's elastic restarts, and several nodes."""
+"""Killed processes under torchrun's elastic restarts, and several nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 
 def test_two_kills_lose_nothing(tmp_path: Path) -> None:
-    """In the middle of a step, and while a checkpoint is written: the same weights in the end."""
+    """One kill comes in a step, one while a checkpoint is written; the final weights are the same."""
     quiet = Training(tmp_path / "quiet", steps=40)
     quiet.run()
     with Training(tmp_path / "noisy", steps=40) as noisy:
@@ -45,11 +45,11 @@ def test_two_kills_lose_nothing(tmp_path: Path) -> None:
         assert got == row
     result = json.loads((noisy.out / "result.json").read_text())
     assert (result["status"], result["steps_done"]) == ("ok", 40)
-    assert result["steps_before"] >= 15  # saves are asynchronous: the last one may not have been whole
+    assert result["steps_before"] >= 15  # saves are asynchronous, so the last one may have been incomplete
 
 
 def test_a_loop_of_ones_own_comes_back(tmp_path: Path) -> None:
-    """The example of docs/parallel.md: either rank killed, each time back at the first restart, to the same weights."""
+    """The example in docs/parallel.md: after each rank is killed once, one restart each leads to the same weights."""
     quiet = OwnLoop(tmp_path / "quiet")
     quiet.run()
     with OwnLoop(tmp_path / "noisy") as noisy:
@@ -65,7 +65,7 @@ def test_a_loop_of_ones_own_comes_back(tmp_path: Path) -> None:
 
 @soaks
 def test_two_nodes_train_like_one(tmp_path: Path) -> None:
-    """Two torchrun agents with a rendezvous on loopback, of which one is killed, against two processes of one agent."""
+    """Two torchrun agents with a rendezvous on loopback, one of them killed, equal two processes of one agent."""
     one = Training(tmp_path / "one", steps=40, layout="fsdp2")
     one.run()
     two = Training(tmp_path / "two", steps=40, layout="fsdp2")
@@ -90,7 +90,7 @@ def test_two_nodes_train_like_one(tmp_path: Path) -> None:
 
 
 def _listening_port() -> int:
-    """A port below those that the system gives to connections, so that none takes it before torchrun does."""
+    """Return a port below the system's range for outgoing connections, so that it is free until torchrun listens."""
     for port in range(20_000 + os.getpid() % 10_000, 32_000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

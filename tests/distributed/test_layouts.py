@@ -1,4 +1,4 @@
-"""One plan on every layout: each trains like one process, and no rank steps where another skips."""
+"""One plan on every layout: each trains like one process, and all ranks skip the same steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from tests.distributed.model import BATCH, LOSS, Net, Options, Trace
 from tests.distributed.world import World
 from tests.soak import each_value, every, examples, pairs, some
 
-LOSS_SCALE = (
-    "+loss_scale.init=4096"  # 65536 overflows fp16 in a quarter of a batch, whose gradients are larger
-)
+LOSS_SCALE = "+loss_scale.init=4096"  # 65536 overflows fp16 on a quarter batch, whose gradients are larger
 REGIONS = "bf16-mixed+regions.blocks.0=fp32+ops.gelu=fp32"
 
 COMPILES = "+compile=default"
 
 TOLERANCE = {
-    # relative for losses and norms, absolute for weights, which move by 0.4: sums are taken in another order and rounded
-    # at other places, over 50 steps of momentum
+    # Relative for losses and norms, absolute for weights, which move by 0.4. Sums are computed in another order and
+    # rounded in other places, over 50 steps with momentum.
     "fp32": (1e-5, 1e-4, 1e-5),
     "fp16": (1e-2, 3e-2, 2e-3),
     "bf16": (0.1, 0.25, 1.5e-2),
@@ -35,7 +33,7 @@ TOLERANCE = {
 
 
 SHORT = 0.25
-"""Of it after 12 steps, where rounding has taken up a ninth at most."""
+"""Share of the tolerance for 12 steps, in which rounding uses at most a ninth of it."""
 
 
 def tolerance(plan: Any) -> tuple[float, float, float]:
@@ -57,7 +55,7 @@ def close(got: list[float], want: list[float], relative: float) -> None:
 
 
 def check(world: World, layout: str, plan: str, options: Options, share: float = 1.0) -> list[Trace]:
-    """The run on a layout against that on one process, within a share of the tolerance; what every rank saw."""
+    """Compare a run on a layout with one process, within a share of the tolerance; return every rank's trace."""
     traces = world.run(model.train, layout, plan, options)
     want = _alone(
         plan.replace(COMPILES, ""), options.steps, options.max_norm, options.accumulate, options.frozen
@@ -81,7 +79,7 @@ def check(world: World, layout: str, plan: str, options: Options, share: float =
 ONE = ["ddp", "fsdp", "tp", "hand", "pp"]
 FOUR = ["dp.tp", "ddp.hand", "fsdp.tp", "ddp.pp", "fsdp.pp", "tp.pp", "hand.pp"]
 PLANS = ["fp32", "fp16-mixed", "bf16-master", "fp16-master", "bf16-true", "O1", REGIONS]
-"""Two of them on each layout, dealt out in turn; every preset, for fifty steps, is in ``make soak``."""
+"""Each layout runs two of these in turn; ``make soak`` runs every preset for fifty steps."""
 
 
 @each_value()
@@ -144,14 +142,14 @@ def test_activation_checkpointing(two: World, layout: str, plan: str) -> None:
 @every(2)
 @pytest.mark.parametrize(("layout", "plan"), pairs(ONE, ["fp16-master", "fp32"]))
 def test_accumulation(two: World, layout: str, plan: str) -> None:
-    """Under DDP within no_sync; zero_grad with and without set_to_none by turns."""
+    """DDP accumulates in no_sync; zero_grad alternates between None and zeros."""
     check(two, layout, plan, Options(steps=12, accumulate=2))
 
 
 @every(2)
 @pytest.mark.parametrize(("plan", "hook"), pairs(["fp32", "fp16-mixed", "bf16-master"], ["bf16", "fp16"]))
 def test_compressed_gradients(two: World, hook: str, plan: str) -> None:
-    """They lose what the wire's format loses, which is what the tolerance allows; not less."""
+    """Compression rounds to the format it sends, so the tolerance is that format's; it must change the losses."""
     traces = two.run(model.train, "ddp", plan, Options(steps=12, hook=hook))
     want = _alone(plan, 12, 1.0, 1, False)
     loss, norm, weight = (max(a, b) for a, b in zip(TOLERANCE[hook], tolerance(plan), strict=True))
@@ -160,7 +158,8 @@ def test_compressed_gradients(two: World, hook: str, plan: str) -> None:
     for name, value in want.weights.items():
         torch.testing.assert_close(traces[1].weights[name], value, atol=weight, rtol=0)
     plain = two.run(model.train, "ddp", plan, Options(steps=12))
-    assert traces[0].losses != plain[0].losses or plan == "bf16-master"  # its gradients travel in bf16 anyway
+    # Its gradients are sent in bf16 anyway.
+    assert traces[0].losses != plain[0].losses or plan == "bf16-master"
 
 
 # --- ranks that do different things ----------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def test_compressed_gradients(two: World, hook: str, plan: str) -> None:
 @each_value()
 @pytest.mark.parametrize(("layout", "plan"), list(itertools.product([*ONE, "manual"], PLANS)))
 def test_a_half_that_trains_nothing(two: World, layout: str, plan: str) -> None:
-    """Of a pipeline it is all that one rank has."""
+    """In a pipeline, this half is everything that one rank has."""
     check(two, layout, plan, Options(steps=6, frozen=True), SHORT)
 
 
@@ -181,7 +180,7 @@ def test_a_half_that_trains_nothing(two: World, layout: str, plan: str) -> None:
 def test_gradients_summed_by_hand(
     two: World, plan: str, idle: bool, late: bool, max_norm: float | None
 ) -> None:
-    """Before they are unscaled or after; with a rank that has no batch in every other step."""
+    """The sum comes before or after unscaling; optionally one rank has no batch in every other step."""
     if plan.startswith("fp16"):
         plan += LOSS_SCALE
     check(two, "manual", plan, Options(steps=8, idle=idle, late=late, max_norm=max_norm), SHORT)
@@ -189,14 +188,14 @@ def test_gradients_summed_by_hand(
 
 @pytest.mark.parametrize("plan", some(PLANS, 2))
 def test_weights_that_are_averaged_after_each_step(two: World, plan: str) -> None:
-    """Ranks decide together, and step by gradients of their own."""
+    """Ranks decide together, but step with their own gradients."""
     check(two, "local", plan, Options(steps=6, max_norm=None), 1.0)
 
 
 @each_value()
 @pytest.mark.parametrize(("layout", "plan"), list(itertools.product(["ddp", "manual", "local"], PLANS)))
 def test_pairs_of_ranks_train_apart(four: World, layout: str, plan: str) -> None:
-    """An infinity on rank 0 skips the step of its pair, and not of the other."""
+    """An infinity on rank 0 skips the step of its pair, not of the other pair."""
     options = Options(steps=6, max_norm=None, plant=0, pairs=True)
     traces = four.run(model.train, layout, plan, options)
     want = _alone(plan, 6, None, 1, False)
@@ -217,7 +216,7 @@ def test_pairs_of_ranks_train_apart(four: World, layout: str, plan: str) -> None
 
 
 def oracle(skipped: int, steps: int, fused: bool) -> dict[str, Tensor]:
-    """Training in fp64, by plain torch, with one step left out."""
+    """Train in fp64 with plain torch, leaving one step out."""
     net: Net = model.build().double()
     optimizer = model.optimizer_of(net.parameters(), Options(fused=fused))
     for step in range(steps):
@@ -244,7 +243,7 @@ def oracle(skipped: int, steps: int, fused: bool) -> dict[str, Tensor]:
 def test_an_infinity_on_one_rank_skips_the_step_on_all(
     two: World, layout: str, plan: str, when: str, fused: bool
 ) -> None:
-    """Found when ``step`` unscales, by an ``unscale_`` before, or, planted after that, by the norm."""
+    """``step`` finds it when unscaling, an earlier ``unscale_`` finds it, or, if placed afterwards, the norm does."""
     options = Options(steps=6, plant=1, fused=fused, unscale_first=when != "step", plant_late=when == "late")
     traces = two.run(model.train, layout, plan, options)
     want = oracle(2, 6, fused)
@@ -265,5 +264,5 @@ def test_an_infinity_on_one_rank_without_clipping(two: World, layout: str) -> No
 
 
 def test_batches_divide() -> None:
-    """What the cases above lean on."""
+    """The batch size fits the layouts used above."""
     assert BATCH % 8 == 0

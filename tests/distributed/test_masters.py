@@ -1,4 +1,4 @@
-"""Masters of sharded parameters, and under torch's DistributedDataParallel, in real processes on gloo."""
+"""Masters of sharded parameters and under torch's DistributedDataParallel, in real processes on gloo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process only."""
+    """Provide a process group of this process only."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -35,7 +35,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
 @pytest.mark.usefixtures("alone")
 def test_sharded_parameters_train_like_whole_ones(options: dict[str, bool]) -> None:
-    """DTensor masters, clipped and stepped, against the same model unsharded."""
+    """DTensor masters, clipped and stepped, equal those of the same model unsharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -96,7 +96,7 @@ def test_gradients_may_be_looked_at_between_forward_and_backward_under_ddp() -> 
 
 
 def _ddp(rank: int, size: int, as_view: bool) -> None:
-    torch.manual_seed(rank)  # as users do: DDP makes the ranks' weights equal
+    torch.manual_seed(rank)  # different seeds, as users have; DDP makes the weights equal
     model = Weights()
     former = lower(model, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -108,7 +108,7 @@ def _ddp(rank: int, size: int, as_view: bool) -> None:
     plain = torch.optim.SGD(oracle, lr=0.1, momentum=0.9)
     for step in range(4):
         data = [torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(4)]
-        if step >= 2:  # accumulation, and a look at the gradients in between
+        if step >= 2:  # accumulate, and read the gradients in between
             with ddp.no_sync():
                 ddp(data[2 + rank]).square().mean().backward()
             assert all(m.grad is not None for m in held(optimizer))
@@ -136,7 +136,7 @@ def _ddp(rank: int, size: int, as_view: bool) -> None:
 
 @pytest.mark.parametrize("as_view", [False, True])
 def test_under_ddp_gradients_reach_masters_after_the_reduction(two: World, as_view: bool) -> None:
-    """Two processes: gradients agree, in fp32, and what is clipped is what is applied."""
+    """Gradients of two processes agree in fp32, and the clipped gradients are those applied."""
     two.run(_ddp, as_view)
 
 
@@ -149,7 +149,7 @@ def _batch(step: int, rank: int) -> torch.Tensor:
 
 
 def _alike(tensors: Any) -> bool:
-    """Whether all ranks hold the same, bit for bit."""
+    """Return whether all ranks have the same values, bit for bit."""
     for tensor in tensors:
         first = tensor.detach().clone()
         dist.broadcast(first, 0)
@@ -171,7 +171,7 @@ def _wrap(model: nn.Sequential, how: str) -> Any:
 
 
 def _wrapped(rank: int, size: int, plan: str, how: str) -> Any:
-    torch.manual_seed(rank)  # what wraps the model makes weights equal
+    torch.manual_seed(rank)  # the wrapper makes the weights equal
     model = _net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with castwise.Amp(plan, device="cpu") as amp:
@@ -187,7 +187,7 @@ def _wrapped(rank: int, size: int, plan: str, how: str) -> Any:
 
 @pytest.mark.parametrize("plan", ["bf16-master", "fp16-mixed"])
 def test_parts_in_ddp_and_replicate_train_as_the_whole_in_ddp(two: World, plan: str) -> None:
-    """DistributedDataParallel around a part of a prepared model, and around its parameters alone."""
+    """DDP wraps a part of a prepared model, or only its parameters."""
     whole, parts, replicated = (two.run(_wrapped, plan, how)[0] for how in ("whole", "parts", "replicate"))
     assert all(map(torch.equal, whole, parts))
     assert all(map(torch.equal, whole, replicated))
@@ -220,7 +220,7 @@ def _joined(rank: int, size: int, plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["bf16-master", "fp16-master+loss_scale.interval=1+loss_scale.init=65536"])
 def test_masters_are_equal_after_join(two: World, plan: str) -> None:
-    """Torch's ``Join`` gives all ranks the weights of one that ended last: its masters too, and its loss scale."""
+    """Torch's ``Join`` gives all ranks the weights of one that ended last; masters and loss scale must follow."""
     two.run(_joined, plan)
 
 
@@ -249,7 +249,7 @@ def _averaged(rank: int, size: int, plan: str, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["model", "masters"])
 def test_averaged_models_stay_averaged(two: World, what: str) -> None:
-    """Whether torch's model averaging is given the model's parameters or the optimizer's groups; getters undo nothing."""
+    """Torch's model averaging gets the model's parameters or the optimizer's groups; getters do not undo it."""
     two.run(_averaged, "fp16-master", what)
 
 
@@ -294,7 +294,7 @@ def test_an_optimizer_that_shards_its_state_is_refused_under_masters_alone() -> 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-master"])
 def test_fsdp1_is_refused_around_and_inside_of_a_model(plan: str) -> None:
-    """In words that name FSDP2; a model that no session knows is left alone."""
+    """The error recommends FSDP2. Models that were not prepared are not affected."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     def shard(module: nn.Module, original: bool) -> Any:
@@ -316,7 +316,7 @@ def test_fsdp1_is_refused_around_and_inside_of_a_model(plan: str) -> None:
 
 
 def _unfrozen(rank: int, size: int, plan: str, sharded: bool, low: bool, frozen_after: bool) -> Any:
-    """Weights after the middle of the model was frozen and then unfrozen; each rank has the same batches."""
+    """Return the weights after freezing and unfreezing the middle of the model; each rank has the same batches."""
     torch.manual_seed(0)
     model = _net()
     if low:
@@ -360,7 +360,7 @@ def _unfrozen(rank: int, size: int, plan: str, sharded: bool, low: bool, frozen_
 def test_shards_frozen_at_first_train_once_they_are_unfrozen(
     two: World, plan: str, low: bool, frozen_after: bool
 ) -> None:
-    """As the model does that is not sharded; frozen before or after ``prepare``, in fp32 or as it arrived low."""
+    """They train as the unsharded model does, whether frozen before or after ``prepare``, in fp32 or in low precision."""
     whole = two.run(_unfrozen, plan, False, low, frozen_after)[0]
     for rank in two.run(_unfrozen, plan, True, low, frozen_after):
         for got, want in zip(rank, whole, strict=True):

@@ -1,4 +1,4 @@
-"""A monitor on several ranks: figures are those of the whole, there is one report, and the training does not notice."""
+"""A monitor on several ranks: its figures are those of the whole model, there is one report, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_figures_are_those_of_the_whole_and_equal_on_all_ranks(
 
 
 def one_rank_alone(rank: int, size: int) -> Any:
-    """A skipped step, and an audit that fails, by what one rank sees."""
+    """Train with a step that is skipped and an audit that fails, each because of rank 1 only."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
     made = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -91,7 +91,7 @@ def one_rank_alone(rank: int, size: int) -> Any:
 
     def job(module: nn.Module, batch: Any) -> torch.Tensor:
         value = loss(module, batch)
-        if broken and rank == 1:  # a large constant, whose rounding in bf16 swallows the rest
+        if broken and rank == 1:  # a large constant: rounding it to bf16 loses the rest
             value = value + (loss(module, batch).bfloat16() + 3000).float() * 0.5
         return value
 
@@ -125,10 +125,10 @@ def test_what_one_rank_sees_all_ranks_hear(two: World) -> None:
 
 
 def audits(rank: int, size: int, layout: str, plan: str, spoilt: bool) -> list[castwise.monitor.Audit]:
-    """Of three audits, before a step and between steps: by the whole test, by a few microbatches, and after an evaluation."""
+    """Run three audits: one with the whole test between steps, one with a few microbatches, one after an evaluation."""
     run = model.make(layout, plan, Options(fused=True))
 
-    if spoilt and rank == 1:  # by a large constant, beside which bf16 rounds the rest away
+    if spoilt and rank == 1:  # adds a large constant, so that bf16 rounding loses the rest
         run.model.stem.register_forward_hook(lambda _module, _args, out: (out + 300.0) - 300.0)
 
     def job(net: nn.Module, batch: Any) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_an_audit_of_a_sharded_model_is_that_of_the_whole_one(two: World) -> Non
         sharded, whole = (two.run(audits, layout, plan, spoilt) for layout in ("fsdp", "ddp"))
         verdicts = ["fail"] * 3 if spoilt else ["pass", "sound", "sound"]
         assert [[a.verdict for a in found] for found in (*sharded, *whole)] == [verdicts] * 4
-        # DistributedDataParallel averages a plan's low gradients in their format, so that weights part
+        # Under a plan with low gradients, DDP averages them in that format, so the weights drift apart.
         near = 1e-2 if plan == "bf16-mixed" else 0.3
         for ours, theirs in zip(sharded[0], whole[0], strict=True):
             assert (ours.rank, ours.microbatches) == (theirs.rank, theirs.microbatches)
@@ -161,7 +161,7 @@ def test_an_audit_of_a_sharded_model_is_that_of_the_whole_one(two: World) -> Non
 
 
 def fails_on_one(rank: int, size: int) -> str:
-    """The first audit's loss is wrong on one rank: both hear of it, and neither waits for ever."""
+    """Run an audit whose loss fails on one rank: both ranks get the error, and neither waits forever."""
     net = nn.Linear(16, 4)
     made = torch.optim.SGD(net.parameters(), 1e-3)
     amp = castwise.Amp("bf16-mixed")
@@ -189,7 +189,7 @@ def test_a_first_audit_that_fails_on_one_rank_is_an_error_on_all(two: World) -> 
 
 
 def joins(rank: int, size: int, tool: str, folder: str) -> str:
-    """Ranks with unequal numbers of batches in torch's Join."""
+    """Train ranks with unequal numbers of batches in torch's Join."""
     net = nn.Linear(16, 4)
     made = torch.optim.SGD(net.parameters(), 1e-3)
     amp = castwise.Amp("bf16-mixed")
@@ -222,7 +222,9 @@ def test_ranks_that_end_at_different_steps_are_refused(two: World, tool: str, tm
 
 
 def row_cut(rank: int, size: int) -> Any:
-    """A layer whose ranks hold addends of its output, under a monitor; and its output itself."""
+    """Monitor a row-parallel layer, whose ranks have partial sums of the output; return the report and the full
+    outputs.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
     mesh = init_device_mesh("cpu", (size,))
@@ -232,7 +234,7 @@ def row_cut(rank: int, size: int) -> Any:
     amp.prepare(net, made)
     monitor = Monitor(amp, every=1)
     (batch,), made_of = batches(1), []
-    for _ in range(2):  # outputs are looked at from the second step on
+    for _ in range(2):  # the monitor reads outputs from the second step on
         out = net(batch[0])
         made_of.append(float(out.detach().abs().max()))
         amp.backward(out.square().mean())

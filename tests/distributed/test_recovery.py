@@ -1,4 +1,4 @@
-"""Ranks record a step together and go back together, whole under DistributedDataParallel and in shards of FSDP2."""
+"""Ranks record a step together and roll back together, under DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.lab.watch.test_recovery import Batch, Net, data
 from tests.soak import some
 
 PLANS = [name for name in PRESETS if name not in ("tf32", "O0", "O3")]
-"""Without that of a GPU, and without other names of fp32 and fp16-true."""
+"""Presets without the GPU's and without other names of fp32 and fp16-true."""
 LAYOUTS = ("ddp", "fsdp")
 
 
@@ -41,12 +41,12 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def shifted(model: nn.Module, batch: Any) -> Tensor:
-    """A loss with something added that has no gradient."""
+    """Return the loss plus a constant from the batch, which has no gradient."""
     return loss(model, batch[:2]) + batch[2]
 
 
 class Job:
-    """A model on a layout, whose weights are equal on all ranks and whose dropout is not."""
+    """A model on a layout; weights are equal on all ranks, dropout masks are not."""
 
     def __init__(self, rank: int, layout: str, plan: Any, adam: bool = True, frozen: bool = False) -> None:
         seed_all(0)
@@ -76,7 +76,7 @@ class Job:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Weights of the whole model, and this rank's buffers, those outside of the state dict too."""
+        """Return the whole model's weights and this rank's buffers, including non-persistent ones."""
         weights = {
             name: whole(value).clone() for name, value in self.amp.model_state_dict(self.model).items()
         }
@@ -101,9 +101,9 @@ def same(one: dict[str, Tensor], other: Any) -> bool:
 
 
 def records(rank: int, size: int, layout: str, plan: str, folder: str) -> Any:
-    """The third step is asked for; in the fourth rank 1 has an infinite target."""
+    """Train with a recorder: the third step is requested; in the fourth, rank 1 has an infinite target."""
     chosen = castwise.Plan.preset(plan)
-    if chosen.loss_scale is not None:  # one that need not be sought first
+    if chosen.loss_scale is not None:  # a scale that does not have to be found first
         chosen = replace(chosen, loss_scale=replace(chosen.loss_scale, init=64.0))
     job = Job(rank, layout, chosen, adam=False)
     then, losses = [], []
@@ -123,7 +123,7 @@ def test_a_step_of_two_ranks_comes_out_bit_for_bit_in_one_process(
     two: World, layout: str, plan: str, tmp_path: Path
 ) -> None:
     (paths, then, mine), (others, _, theirs) = two.run(records, layout, plan, str(tmp_path))
-    assert paths == others  # one record, of both
+    assert paths == others  # one record of both ranks
     assert [Path(path).relative_to(tmp_path).name for path in paths] == ["step-00000003", "step-00000004"]
     for at, path in enumerate(paths):
         again = castwise.replay(path, Net(), loss, find=False)
@@ -132,7 +132,7 @@ def test_a_step_of_two_ranks_comes_out_bit_for_bit_in_one_process(
         assert repr(again.recorded_losses) == repr((mine[at], theirs[at]))
         if (
             layout == "fsdp" or not castwise.Plan.preset(plan).stores_low
-        ):  # else they were averaged in the low format
+        ):  # otherwise DDP averaged the gradients in the low format
             assert same(then[at], again.gradients)
         assert again.finite is (at == 0)
 
@@ -147,7 +147,7 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
     good, bad = (castwise.replay(tmp_path, Net(), loss, rank=rank, find=False) for rank in (0, 1))
     assert good.exact
     assert good.finite
-    assert good.recorded_nonfinite  # which came from the other rank
+    assert good.recorded_nonfinite  # the non-finite values came from the other rank
     assert bad.exact
     assert not bad.finite
     assert any("means over 2 ranks, of which 1 was replayed" in note for note in good.notes)
@@ -156,7 +156,7 @@ def test_the_part_of_one_rank(two: World, tmp_path: Path) -> None:
 
 
 def cut(rank: int, size: int, plan: str, folder: str) -> Any:
-    """Weights cut by tensor parallelism; the second step is asked for."""
+    """Train with tensor parallelism and record the second step."""
     model = halves()
     parallelize_module(
         model, init_device_mesh("cpu", (size,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -220,7 +220,7 @@ def test_a_record_of_all_ranks_holds_the_weights_once(two: World, layout: str, t
 
 
 def one_sees_it(rank: int, size: int, layout: str, folder: str) -> Any:
-    """In the second step rank 1's loss is infinite and all gradients are finite: the step is made."""
+    """Make rank 1's loss infinite in the second step with finite gradients, so that the step is taken."""
     job = Job(rank, layout, "bf16-mixed")
     then: list[Any] = []
     with castwise.Recorder(job.amp, job.call, folder) as recorder:
@@ -303,7 +303,7 @@ def test_what_no_process_could_hold_is_refused(two: World, tmp_path: Path) -> No
 
 
 class Average:
-    """A running mean of the weights, as an object that goes back too."""
+    """A running mean of the weights, as an extra object that is rolled back too."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values = [p.detach().clone() for p in model.parameters()]
@@ -321,7 +321,7 @@ class Average:
 
 
 def recovers(rank: int, size: int, layout: str, kind: str, folder: str, steps: int = 40) -> Any:
-    """A run that is hit at step 25, or from there on; by what one rank sees where that can be."""
+    """Train with a fault at step 25, or from there on, visible to only one rank where possible."""
     job = Job(rank, layout, "fp16-mixed" if kind == "region" else "bf16-mixed")
     average = Average(job.model)
     recovery = Recovery(
@@ -349,7 +349,7 @@ def recovers(rank: int, size: int, layout: str, kind: str, folder: str, steps: i
                     local = p.to_local() if hasattr(p, "to_local") else p
                     if kind == "weights":
                         local.mul_(1e6)
-                    elif rank == 1:  # what rank 0 does not hold, or knows nothing of
+                    elif rank == 1:  # weights that rank 0 does not have, or does not see change
                         local.fill_(math.nan)
     record = recovery.to_dict()
     state = job.state() | {f"average {at}": whole(value) for at, value in enumerate(average.values)}
@@ -395,7 +395,7 @@ def test_damage_on_one_rank_alone_is_put_right_bit_for_bit(two: World, layout: s
         assert none == []
         assert [(one["step"], one["cause"]) for one in returns] == [(26, "transient")]
         assert losses == ours
-        assert same(state, now)  # each rank's own buffers too
+        assert same(state, now)  # includes each rank's own buffers
 
 
 @pytest.mark.filterwarnings("ignore:Recovery. step:UserWarning")
@@ -403,19 +403,19 @@ def test_what_one_rank_no_longer_has_no_rank_goes_back_to(two: World, tmp_path: 
     (first, *_, mine), (second, *_, theirs) = two.run(recovers, "fsdp", "one lets go", str(tmp_path))
     assert first == second
     assert (first[0]["step"], first[0]["to_step"], first[0]["cause"]) == (25, 20, "batch")
-    for visits in (mine, theirs):  # rank 1 had let go of 21 and before, and its batch of 23 was written to
+    for visits in (mine, theirs):  # rank 1 had dropped steps up to 21, and its batch of step 23 was changed
         assert [visits[step] for step in (20, 21, 22, 23, 24, 25, 26)] == [1, 1, 2, 1, 2, 1, 1]
 
 
 def held(job: Job) -> list[Tensor]:
-    """Copies of all that this rank has itself: shards, the optimizer's state of them, buffers, generators."""
+    """Copy all state of this rank: shards, their optimizer state, buffers, random generators."""
     inside = [value for state in job.optimizer.state.values() for value in state.values()]
     tensors: list[Any] = [*job.model.parameters(), *job.model.buffers(), *inside, torch.get_rng_state()]
     return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone() for t in tensors]
 
 
 def interrupted(rank: int, size: int, folder: str) -> None:
-    """Rank 1 is interrupted in the middle of going back, and ends; what it left is written down."""
+    """Interrupt rank 1 in the middle of a rollback and end it; return the state it left."""
     job = Job(rank, "fsdp", "bf16-mixed")
     recovery = Recovery(job.amp, job.model, job.optimizer, loss, folder, every=10)
     batches = recovery.batches(data(40, spikes=(25,), seed=rank))
@@ -461,7 +461,7 @@ def test_an_interrupt_of_one_rank_leaves_all_as_it_was_and_a_good_state_to_go_on
         one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
         assert other == ["KeyboardInterrupt", True]
         assert one[1]
-        assert one[0] not in ("", "KeyboardInterrupt")  # the other rank is gone
+        assert one[0] not in ("", "KeyboardInterrupt")  # the other rank has ended
         assert world.run(goes_on, str(tmp_path / "good")) == [(20, True), (20, True)]
     finally:
         world.close()

@@ -1,4 +1,4 @@
-"""Where processes meet that were started again, in a store that remembers those before them."""
+"""Restarted processes find each other in a store that still has entries of earlier processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = 3
 
 
 def start(store: Any, ranks: Collection[int]) -> list[str | Exception]:
-    """What becomes of some ranks that look for each other, in threads."""
+    """Run ranks in threads that look for each other; return each result or error."""
 
     def one(rank: int) -> str | Exception:
         try:
@@ -42,7 +42,7 @@ def test_each_start_has_a_name_of_its_own() -> None:
 @every(2)
 @pytest.mark.parametrize("ended", [(1,), (1, 2), (0,), (0, 1), (0, 2)])
 def test_ranks_that_ended_while_they_looked_for_each_other_are_not_met(ended: tuple[int, ...]) -> None:
-    """Whoever came and whoever did not: what they left in the store leads nobody astray."""
+    """Entries that earlier ranks left in the store are ignored, whichever ranks had come."""
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=0.3))
     before = start(store, ended)

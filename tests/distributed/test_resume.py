@@ -1,4 +1,4 @@
-"""A training that stops under one layout and plan, and goes on under another."""
+"""A training stops under one layout and plan and resumes under another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF = 6
 
 
 def first_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Trace:
-    """Six steps and a checkpoint."""
+    """Train six steps and save a checkpoint."""
     run = model.make(layout, plan, Options(steps=HALF))
     trace = run.train()
     checkpoint.save(folder, HALF, model=run.modules, optimizers=run.optimizer, amp=run.amp)
@@ -27,7 +27,7 @@ def first_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Tra
 
 
 def second_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Trace:
-    """Other weights, the checkpoint, and six more steps."""
+    """Overwrite the weights, load the checkpoint and train six more steps."""
     run = model.make(layout, plan, Options(steps=2 * HALF))
     for parameter in run.model.parameters():
         torch.nn.init.zeros_(parameter)
@@ -55,7 +55,7 @@ def second_half(rank: int, size: int, layout: str, plan: str, folder: str) -> Tr
 def test_what_stops_under_one_layout_goes_on_under_another(
     two: World, tmp_path: Path, before: tuple[str, str], after: tuple[str, str]
 ) -> None:
-    """The losses, norms and weights are those of twelve steps on one process."""
+    """The losses, norms and weights equal twelve steps in one process."""
     options = Options(steps=2 * HALF)
     want = model.alone(after[1], options)
     for half, (layout, plan) in ((first_half, before), (second_half, after)):
@@ -75,7 +75,7 @@ def test_what_stops_under_one_layout_goes_on_under_another(
 
 
 def test_several_stages_of_a_pipeline_on_one_process(two: World, tmp_path: Path) -> None:
-    """Their keys are those of one model between them."""
+    """The stages together have the keys of one model."""
     two.run(interleaved_half, str(tmp_path))
     traces = [second_half(0, 1, "single", "bf16-master", str(tmp_path))]
     want = model.alone("bf16-master", Options(steps=2 * HALF))
@@ -83,16 +83,16 @@ def test_several_stages_of_a_pipeline_on_one_process(two: World, tmp_path: Path)
 
 
 def interleaved_half(rank: int, size: int, folder: str) -> None:
-    """Six steps of two stages per process, and a checkpoint."""
+    """Train six steps with two stages per process and save a checkpoint."""
     run = model.make("pp", "fp16-mixed", Options(steps=HALF, schedule="interleaved"))
     run.train()
     checkpoint.save(folder, HALF, model=run.modules, optimizers=run.optimizer, amp=run.amp)
     run.amp.close()
 
 
-@soaks  # else two go on as two, and eight train in test_layouts.py
+@soaks  # otherwise two resume as two, and eight train in test_layouts.py
 def test_eight_processes_go_on_as_two(eight: World, two: World, tmp_path: Path) -> None:
-    """Data, hand-cut tensor and pipeline parallelism together, then sharded data parallelism."""
+    """First data, hand-written tensor and pipeline parallelism together, then sharded data parallelism."""
     plan = "fp16-master" + LOSS_SCALE
     eight.run(first_half, "ddp.hand.pp", plan, str(tmp_path))
     traces = two.run(second_half, "fsdp", plan, str(tmp_path))
@@ -114,5 +114,5 @@ def test_resuming_changes_no_bit(two: World, tmp_path: Path, layout: str, plan: 
 
 
 def uninterrupted(rank: int, size: int, layout: str, plan: str) -> Trace:
-    """All twelve steps."""
+    """Train all twelve steps."""
     return model.train(rank, size, layout, plan, Options(steps=2 * HALF))

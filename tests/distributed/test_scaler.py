@@ -1,4 +1,4 @@
-"""Windows, the guard and torch's way to use a scaler, among processes."""
+"""Windows, the guard and torch-style use of a scaler, across processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALED = Plan(compute="fp16", loss_scale=LossScale(init=64.0, interval=1))
 
 
 def shards(rank: int, size: int, ours: bool, fused: bool) -> list[tuple[bool, float]]:
-    """An infinity in one rank's piece, of a parameter on each of two meshes in turn; nothing is said of ranks."""
+    """Put an infinity into one rank's piece of parameters on two meshes in turn; the scaler is not told about ranks."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = mesh_of(a=2, b=size // 2)
@@ -55,11 +55,11 @@ def test_a_scaler_alone_agrees_across_a_mesh_as_torchs_does(two: World, fused: b
 
 
 def test_a_scaler_alone_agrees_across_all_meshes(four: World) -> None:
-    """Torch's asks those of the first gradient's alone."""
+    """Torch's scaler only asks the mesh of the first gradient."""
     assert four.run(shards, True, False) == [[(True, 4.0)] * 8] * 4
 
 
-# --- what is noticed, and what is not -----------------------------------------------------------------------
+# --- what causes an error, and what does not ------------------------------------------------------------------
 
 
 def alarms(rank: int, size: int, layout: str, by: str, clip: bool) -> list[str]:
@@ -89,7 +89,7 @@ def alarms(rank: int, size: int, layout: str, by: str, clip: bool) -> list[str]:
 @pytest.mark.parametrize("by", ["backward", "scale"])
 @pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "tp"])
 def test_reductions_raise_no_alarm_and_clipping_does(two: World, layout: str, by: str) -> None:
-    """All-reduces written by hand, and whatever writes to gradients at the end of a backward."""
+    """Covers all-reduces written by hand and hooks that change gradients at the end of a backward."""
     assert two.run(alarms, layout, by, False) == [[], []]
     for said in two.run(alarms, layout, by, True):
         assert len(said) == 3
@@ -102,7 +102,7 @@ def test_reductions_raise_no_alarm_and_clipping_does(two: World, layout: str, by
 def guarded(
     rank: int, size: int, layout: str, plan: str, way: str, bad: int
 ) -> tuple[list[bool], bool, bool, int]:
-    """A NaN in what one rank has of a gradient, in the second of three steps."""
+    """Put a NaN into one rank's part of a gradient in the second of three steps."""
     run = model.make(layout, plan, Options(fused=way == "fused", max_norm=None))
     skipped, kept = [], True
     params = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -170,7 +170,7 @@ def test_every_rank_raises(two: World) -> None:
 
 
 def unwrapped(rank: int, size: int, plan: str, how: str) -> list[tuple[list[bool], bool]]:
-    """Steps of a model that no DistributedDataParallel averages, after one had to do with it; NaN on rank 0 in two of four."""
+    """Train without DDP after DDP has wrapped the model before; rank 0 has a NaN in two of four steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.05)

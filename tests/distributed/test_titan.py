@@ -1,4 +1,4 @@
-"""The example of a loop in torchtitan's style, as it stands."""
+"""The example of a training loop in torchtitan's style, unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "fsdp2_titan.py"
 
 
 def losses(folder: Path, *words: str, ranks: int = 2) -> dict[int, str]:
-    """What the example prints, by step; it saves into a part of the folder."""
+    """Run the example, which saves into the folder; return the losses it prints by step."""
     folder.mkdir(exist_ok=True)
     ran = run_ranks(
         run_script,
@@ -46,9 +46,9 @@ def test_it_resumes_with_the_same_digits_and_under_another_plan(tmp_path: Path) 
         assert loss != whole[step]
 
 
-@soaks  # else sharded, accumulated training is compared with one process in test_layouts.py
+@soaks  # otherwise test_layouts.py compares sharded training with accumulation to one process
 def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
-    """The same microbatches, twice as many of them on one."""
+    """The microbatches are the same; one process takes twice as many of them per step."""
     two = losses(tmp_path / "two", "--plan", "fp32", "--stop", "6")
     one = losses(tmp_path / "one", "--plan", "fp32", "--stop", "6", "--accumulate", "4", ranks=1)
     assert {k: float(v) for k, v in one.items()} == pytest.approx(

@@ -1,4 +1,4 @@
-"""``train`` on several real processes trains what it trains on one."""
+"""``train`` on several real processes trains as on one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ GPT = "gpt?layers=4&width=32&heads=2&context=16&batch=8"
 VIT = "digits?model=vit&width=16&batch=32"
 STEPS = 6
 TOLERANCE = {"fp32": 1e-6, "bf16-mixed": 2e-3, "fp16-mixed": 2e-4, "bf16-master": 2e-3}
-"""Relative, of losses: sums over processes are taken in another order, and low formats round them."""
+"""Relative tolerance of losses: sums over processes have another order, and low formats round them."""
 DRIFT = {"fp32": 5e-6, "bf16-mixed": 2e-2, "fp16-mixed": 2e-3, "bf16-master": 2e-2}
-"""Of weights, as a share of the way that training moved them."""
+"""Tolerance of weights, relative to the distance that training moved them."""
 
 TWO: list[dict[str, Any]] = [
     {"layout": layout, "plan": plan}
@@ -65,7 +65,7 @@ def _name(case: dict[str, Any]) -> str:
 
 
 def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Unlike AdamW's, its steps tell the size of a gradient, and follow rounding no further than it goes."""
+    """Return SGD: unlike AdamW's, its steps depend on the size of a gradient and do not amplify rounding errors."""
     return torch.optim.SGD(params, lr=0.2, momentum=0.9)
 
 
@@ -74,7 +74,7 @@ def _job(case: dict[str, Any]) -> Workload:
 
 
 def _nan_below(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """NaN in the fourth batch, in the rows of the last rank alone."""
+    """Yield batches with NaN in the fourth, only in rows of the last rank."""
     for number, (inputs, targets) in enumerate(find_workload(VIT).batches(seed), 1):
         inputs = inputs.clone()
         inputs[-1, 0, 0, 0] = math.nan if number == 4 else 0.0
@@ -82,7 +82,7 @@ def _nan_below(seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _faults(_rank: int, _world: int, folder: Path) -> None:
-    """What every rank refuses in the same words."""
+    """Check errors that all ranks raise in the same words."""
 
     def refused(kind: type[Exception], words: str, workload: Any, plan: str, **options: Any) -> None:
         with pytest.raises(kind, match=words):
@@ -108,7 +108,7 @@ def _faults(_rank: int, _world: int, folder: Path) -> None:
 
 
 def _tied() -> Workload:
-    """A parameter in the first and third of four stages, which are on one process when they are interleaved."""
+    """Return a workload with a parameter in the first and third of four stages, on one process when interleaved."""
     gpt = find_workload(GPT)
     assert gpt.pipeline is not None
 
@@ -121,9 +121,9 @@ def _tied() -> Workload:
 
 
 def _infinite_piece(rank: int, _world: int) -> None:
-    """An infinity in one rank's piece of a cut layer makes both skip, whatever comes before it in the optimizer."""
+    """An infinity in one rank's piece of a sharded layer makes both ranks skip, whatever precedes it in the optimizer."""
     with join("tp2", torch.device("cpu")) as ranks, Amp("fp16-mixed", device="cpu") as amp:
-        # Backwards a bias that all ranks have whole comes first, and what is cut after it.
+        # Reversed, a bias that all ranks have comes first, and sharded parameters come after it.
         workload = replace(find_workload(GPT), optimizer=lambda params: _sgd(list(params)[::-1]))
         parts = Whole(workload, amp, build_whole(workload, ranks, seed=0), ranks)
         batch = next(workload.batches(0))
@@ -142,7 +142,7 @@ def _normalised() -> nn.Module:
 
 
 def _statistics(rank: int, _world: int, folder: Path) -> None:
-    """BatchNorm in a pipeline has seen the microbatches, and nothing of what torch finds shapes out with."""
+    """Check that a pipeline's BatchNorm has counted the microbatches, but not torch's pass for finding shapes."""
     workload = replace(
         find_workload(f"{Path(__file__).parents[1]}/commands/jobs/tiny_workloads.py:mlp"),
         model=_normalised,
@@ -172,11 +172,11 @@ def _train(rank: int, _world: int, folder: str, cases: list[dict[str, Any]]) -> 
         options = {key: value for key, value in case.items() if key != "workload"}
         out = Path(folder, _name(case))
         with pytest.MonkeyPatch.context() as patch:
-            if number:  # drawing takes longer than training, and once is enough
+            if number:  # plotting takes longer than training; once is enough
                 patch.setattr("castwise.report.train.plot_curves", _undrawn)
             result = train(_job(case), steps=STEPS, out=out, device="cpu", seed=3, **options)
-        dist.barrier()  # the first rank may still be writing
-        # Every rank knows the losses; the first alone evaluates and writes.
+        dist.barrier()  # rank 0 may still be writing
+        # All ranks know the losses; only rank 0 evaluates and writes.
         losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert result.final_loss == losses[-1]
         assert bool(result.files) == bool(result.metrics) == (rank == 0)
@@ -243,7 +243,7 @@ def test_statistics_of_a_pipeline_are_those_of_its_microbatches(two: World, tmp_
     two.run(_statistics, tmp_path)
 
 
-# --- as users start it ------------------------------------------------------------------------------------------
+# --- started as users do ------------------------------------------------------------------------------------------
 
 JOB = """
 import os
@@ -284,7 +284,7 @@ def test_one_of_two_processes_speaks(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_ends_all_with_one_sentence(tmp_path: Path) -> None:
-    """By themselves: nobody ends the rank that did not fail."""
+    """Each rank ends by itself, also those that did not fail."""
     ranks = _ranks(tmp_path, "job.py:broken", "--out", "o", "--steps", "100000")
     assert [rank.code for rank in ranks] == [1, 1]
     said = "rank 1: workload 'gpt': loss(model, batch) failed: OSError: no more tokens (job.py, line 13, in loss)"

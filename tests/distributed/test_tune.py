@@ -1,4 +1,4 @@
-"""``tune`` on two ranks: both measure, both take the slower one's numbers, and both get the same plan."""
+"""``tune`` on two ranks: both measure, the slower rank's numbers count, and both get the same plan."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.processes import command
 WORLD = 2
 TINY = Path(__file__).parent.parent / "commands" / "jobs" / "tiny_workloads.py"
 SLOW_S, MIDDLE_S, QUICK_S = 0.16, 0.06, 0.01
-"""By which the models move the clock that races read, and do not sleep: a busy machine changes no choice."""
+"""Seconds that the models add to the clock used by races. They do not sleep, so a busy machine changes no choice."""
 Case = Callable[[int, Path], dict[str, Any]]
 Found = list[dict[str, Any]]
 
 
 class Clock:
-    """``time.perf_counter``, further on."""
+    """``time.perf_counter`` plus added time."""
 
     def __init__(self) -> None:
         self._now, self._further_s = time.perf_counter, 0.0
@@ -47,7 +47,7 @@ class Clock:
         return self._now() + self._further_s
 
     def pass_s(self, seconds: float) -> None:
-        time.perf_counter = self  # where the final trains too, in a process of its own
+        time.perf_counter = self  # needed in the separate process of the final
         self._further_s += seconds
 
 
@@ -67,11 +67,11 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rmsprop(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(params, lr=1e-3)  # it has no fused kernel, which halves the candidates
+    return torch.optim.RMSprop(params, lr=1e-3)  # no fused kernel, which halves the number of candidates
 
 
 class Low(nn.Module):
-    """Does something when it runs in a low format, and something else when it does not."""
+    """Calls one function in a low format, and another in fp32."""
 
     def __init__(self, low: Callable[[], object], fp32: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def tune(model: nn.Module, **options: Any) -> castwise.TuneResult:
 
 
 def said(result: castwise.TuneResult) -> dict[str, Any]:
-    """All that a search found, without where and when it was."""
+    """Return everything that a search found, without the environment."""
     record = result.to_dict()
     del record["environment"]
     return {"digest": result.plan.digest, **record}
@@ -121,7 +121,7 @@ def fails(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def paced(rank: int, folder: Path) -> dict[str, Any]:
-    """bf16 is quick on both ranks: the choice where no rank is slow."""
+    """bf16 is fast on both ranks: the choice when no rank is slow."""
     return said(tune(network(lambda: CLOCK.pass_s(QUICK_S), lambda: CLOCK.pass_s(MIDDLE_S))))
 
 
@@ -137,7 +137,7 @@ def one_fails_in_the_race(rank: int, folder: Path) -> dict[str, Any]:
 
     def low() -> None:
         calls[0] += 1
-        if rank == 1 and calls[0] > 14:  # it is timed alone in 8 of them
+        if rank == 1 and calls[0] > 14:  # 8 of the calls time it alone
             raise NotImplementedError("a bf16 kernel\nthat cannot")
 
     return said(tune(network(low)))
@@ -183,7 +183,10 @@ def a_refused_argument(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def memory(rank: int, folder: Path) -> dict[str, Any]:
-    """Rank 1's model holds four mebibytes more; the process that measures is none of the ranks, and ends none of their groups."""
+    """Measure memory: rank 1's model allocates 4 MiB more.
+
+    The measuring process is not a rank and must not end the ranks' process groups.
+    """
     assert os.environ["WORLD_SIZE"] == str(WORLD)
 
     class Hoarder(nn.Linear):
@@ -197,7 +200,7 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
 
     made = Workload("hoarder", model, rmsprop, lambda seed: iter(data()), loss)
     plan = Plan.preset("fp32")
-    left: list[Any] = [dist.new_group()]  # as a search that failed leaves its group behind, in a cycle
+    left: list[Any] = [dist.new_group()]  # a group left in a reference cycle, as by a failed search
     left.append(left)
     dist.destroy_process_group(left[0])
     del left
@@ -208,7 +211,7 @@ def memory(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def updates(rank: int, folder: Path) -> dict[str, Any]:
-    """Compares updates under a loss with a collective, with a clock that runs out on rank 1 alone."""
+    """Compare updates under a loss that contains a collective, with a time limit that ends on rank 1 only."""
 
     def together(model: nn.Module, batch: Any) -> Tensor:
         value = loss(model, batch)
@@ -233,7 +236,7 @@ def updates(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def cannot_leave(rank: int, folder: Path) -> dict[str, Any]:
-    """A workload that can be sent to another process from rank 0 alone."""
+    """Search with a workload that only rank 0 can send to another process."""
 
     class Stays:
         def __reduce__(self) -> str:
@@ -252,7 +255,7 @@ def cannot_leave(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def exchanges(rank: int, folder: Path) -> dict[str, Any]:
-    """What the searches rest on, with its own seeded faults."""
+    """Run the exchanges that searches use, with errors on chosen ranks."""
 
     def fail(on: tuple[int, ...], text: str) -> None:
         if rank in on:
@@ -281,7 +284,7 @@ def exchanges(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def work(rank: int, size: int, case: Case, folder: Path) -> dict[str, Any]:
-    """With torchrun's environment, and short races: what is slow here is so by far."""
+    """Run a case with torchrun's environment and short races; the slow models are slow enough for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contest, "BLOCK_S", 0.01)
         patch.setattr(final, "ROUNDS", 3)
@@ -300,7 +303,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture
 def found(world: World, tmp_path: Path) -> Callable[[Case], Found]:
-    """What each rank found in a case."""
+    """Return a function that runs a case and returns each rank's result."""
     return lambda case: world.run(work, case, tmp_path)
 
 
@@ -315,7 +318,7 @@ def candidate(record: dict[str, Any], plan: str) -> dict[str, Any]:
     return next(c for c in record["candidates"] if c["plan"] == plan)
 
 
-# --- what they found ------------------------------------------------------------------------------------------
+# --- results on both ranks ------------------------------------------------------------------------------------
 
 
 def test_ranks_agree(found: Callable[[Case], Found]) -> None:
@@ -355,9 +358,9 @@ def test_both_ranks_have_the_same_plan_and_evidence(found: Callable[[Case], Foun
 
 def test_the_slower_rank_decides(found: Callable[[Case], Found]) -> None:
     first, second = found(one_is_slow)
-    assert (first.pop("events") > 0, second.pop("events")) == (True, 0)  # rank 0 alone tells
+    assert (first.pop("events") > 0, second.pop("events")) == (True, 0)  # only rank 0 reports progress
     assert first == second
-    assert candidate(first, "bf16-mixed")["time"]["q1_s"] > SLOW_S  # rank 0 alone would have seen QUICK_S
+    assert candidate(first, "bf16-mixed")["time"]["q1_s"] > SLOW_S  # rank 0 alone would have measured QUICK_S
     assert "bf16" not in Plan.parse(first["plan"]).compute
 
 
@@ -366,7 +369,7 @@ def test_a_candidate_that_fails_on_one_rank_fails_on_both(found: Callable[[Case]
     assert first == second
     lost = candidate(first, "bf16-mixed")
     assert lost["status"] == "rejected"
-    assert lost["loss"] is None  # ranks do not lose it at the same step
+    assert lost["loss"] is None  # the ranks lose the candidate at different steps
     assert lost["reason"] == "on rank 1: not supported by this device: a bf16 kernel"
     assert Plan.parse(first["plan"]).compute == "fp32"
 
@@ -419,7 +422,7 @@ def test_the_larger_peak_counts(found: Callable[[Case], Found]) -> None:
 def test_a_workload_that_stays_on_one_rank_stays_on_all_whatever_each_says(
     found: Callable[[Case], Found],
 ) -> None:
-    """In the words of one: where an object lies differs from rank to rank."""
+    """All ranks report one rank's message, because an object's address differs between ranks."""
     first, second = found(cannot_leave)
     assert first == second
     assert "cannot be sent to another process" in first["said"]
@@ -433,7 +436,7 @@ def test_nothing_is_exchanged_by_a_process_alone() -> None:
 
 
 def test_the_command_on_two_ranks(tmp_path: Path) -> None:
-    """One table, one set of files, exit code 0."""
+    """The command prints one table, writes one set of files and returns exit code 0."""
     words = (f"{TINY}:plain", "--goal", "numerics", "--device", "cpu", "--no-memory", "--out", "out")
     ranks = command(tmp_path, WORLD, "tune", *words)
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].said("err")

@@ -1,4 +1,4 @@
-"""Who waits says for whom."""
+"""A waiting rank names the ranks it waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.distributed.world import World
 
 @contextlib.contextmanager
 def hurry() -> Iterator[list[warnings.WarningMessage]]:
-    """Say so sooner than users want to hear it; what is said."""
+    """Shorten the delays of the messages; yield the recorded warnings."""
     former = waiting.POSTED_AFTER_S, waiting.SAID_AFTER_S, waiting._ALIVE_S
     waiting.POSTED_AFTER_S, waiting.SAID_AFTER_S, waiting._ALIVE_S = 0.2, 1.2, 0.6
     try:
@@ -42,7 +42,7 @@ def training() -> tuple[castwise.Amp, nn.Module, torch.optim.Optimizer]:
 
 
 def late(rank: int, size: int, where: str, folder: str) -> list[str]:
-    """Rank 1 comes two seconds late."""
+    """Delay rank 1 by two seconds."""
     amp, net, optimizer = training()
     with hurry() as said:
         if rank == 1 and where == "prepare":
@@ -86,7 +86,7 @@ def short(rank: int, size: int) -> list[str]:
             dist.all_reduce(torch.ones(()), group=group)
 
     with hurry():
-        warnings.simplefilter("error")  # which is no error on the thread that looks
+        warnings.simplefilter("error")  # must not raise on the thread that checks
         with pytest.raises(RuntimeError) as failed:
             wait()
     return list(failed.value.__notes__)

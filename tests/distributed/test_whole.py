@@ -1,4 +1,6 @@
-"""A whole copy of a sharded model: what it was before it was cut, on every rank, and its training does not notice."""
+"""An unsharded copy of a sharded model on every rank: equal to the model before sharding, without effect on its
+training.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from tests.distributed.world import World
 
 
 class Tied(Net):
-    """The model with a buffer, BatchNorm's too, a frozen parameter, a tied one, and one that FSDP2 is to ignore."""
+    """The model with buffers, BatchNorm, a frozen parameter, a tied one, and one that FSDP2 can ignore."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.arange(8.0))
         self.norm = nn.BatchNorm1d(4)
-        self.alone = nn.Parameter(torch.ones(3))  # fewer than there may be ranks
+        self.alone = nn.Parameter(torch.ones(3))  # possibly fewer elements than ranks
         self.last = nn.Linear(16, 8, bias=False)
         assert self.stem is not None
         self.last.weight = nn.Parameter(self.stem.weight.detach().t().contiguous())
@@ -47,7 +49,7 @@ class Tied(Net):
         return self.norm(super().forward(x + self.shift)) * self.alone.sum() + self.again.weight.sum()
 
     def stemmed(self, x: Tensor) -> Tensor:
-        """Another way into the model, which FSDP2 has to be told of."""
+        """A second entry point of the model, which must be registered with FSDP2."""
         assert self.stem is not None
         return self.stem(x)  # type: ignore[no-any-return]
 
@@ -90,7 +92,7 @@ def wrap(kind: str, net: Tied, size: int) -> nn.Module:
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
-    """Two models that are one, to the class and the hooks of each module."""
+    """Check that two models are equal, down to the class and the hooks of each module."""
     for (path, a), (other_path, b) in zip(one.named_modules(), other.named_modules(), strict=True):
         assert path == other_path
         assert type(a) is type(b)
@@ -109,7 +111,7 @@ def same(one: nn.Module, other: nn.Module) -> None:
 
 
 class Around(nn.Module):
-    """Hands on what it does not have itself, as adapters do."""
+    """Forwards missing attributes to its inner module, as adapters do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -141,7 +143,7 @@ def copies(rank: int, size: int) -> None:
         assert whole.again is whole.last
         assert before == ([(id(p), type(p)) for p in net.parameters()], [type(m) for m in net.modules()])
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-        for model in (whole, plain):  # each rank its own batch, without the others
+        for model in (whole, plain):  # each rank on its own batch, without the others
             model(x).square().mean().backward()
         assert torch.equal(whole.stemmed(x), plain.stemmed(x))
         for p, q in zip(whole.parameters(), plain.parameters(), strict=True):
@@ -154,7 +156,9 @@ def test_it_is_the_model_as_it_was_before_it_was_cut(two: World) -> None:
 
 
 def trains(rank: int, size: int, looking: bool) -> list[Tensor]:
-    """Copied between forward and backward steps, gathered and not; and after an evaluation, which leaves the root gathered."""
+    """Copy between forward and backward passes, while gathered or not, and after an evaluation that leaves the root
+    gathered.
+    """
     net = build()
     net.blocks["2"] = checkpoint_wrapper(net.blocks["2"])
     net = wrap("nested", net, size)  # type: ignore[assignment]
@@ -183,7 +187,7 @@ def test_its_training_does_not_notice(two: World) -> None:
 
 
 def lacks_room(rank: int, size: int) -> list[str]:
-    """A model of which one rank cannot hold the whole; the other hears of it, and so does a copy that one rank refuses."""
+    """Copy a model that does not fit into memory on one rank, and one that one rank refuses: both ranks raise."""
     said = []
     big = fully_shard(nn.Linear(1 << 12, 1 << 12), mesh=mesh_of(fsdp=size))
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -217,7 +221,7 @@ def test_where_it_does_not_fit_all_ranks_say_so(two: World) -> None:
 
 
 def prepared(rank: int, size: int, plan: str) -> None:
-    """What castwise has put on a model is on its copy, as on copies of models that are whole."""
+    """Check that a copy has everything castwise put on the model, as a copy of an unsharded model does."""
     torch.manual_seed(0)
     plain, net = Net(), None
     net = copy.deepcopy(plain)

@@ -1,4 +1,4 @@
-"""What the other tests of this folder stand on: a fault on one rank fails its test, and no test after it."""
+"""The basis of the other tests in this folder: a failure on one rank fails its test and no later one."""
 
 from __future__ import annotations
 

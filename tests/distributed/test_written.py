@@ -1,4 +1,4 @@
-"""Weights that a wrapper writes from overflowed gradients, where several processes train the same model."""
+"""A wrapper writes weights from overflowed gradients while several processes train the same model."""
 
 from __future__ import annotations
 

@@ -33,14 +33,14 @@ def _work(rank: int, size: int, folder: str, pipe: Any, searches: bool) -> None:
     )
     import warnings
 
-    warnings.simplefilter("ignore")  # torch's own about its collectives; the suite's other tests see the rest
+    warnings.simplefilter("ignore")  # torch warns about its collectives; other tests show warnings
     while True:
         try:
             case = pipe.recv()
         except EOFError:
             os._exit(0)
         if case is None:
-            os._exit(0)  # gloo's own teardown aborts now and then
+            os._exit(0)  # gloo's teardown aborts now and then
         function, args = case
         try:
             torch.manual_seed(0)
@@ -53,11 +53,11 @@ def _work(rank: int, size: int, folder: str, pipe: Any, searches: bool) -> None:
 
 
 class World:
-    """``size`` processes in one gloo group, each running whatever is asked for.
+    """``size`` processes in one gloo group that run given functions.
 
-    A case that fails ends the processes, since their collectives may be out of step; the next one starts new ones.
+    A failed case ends the processes, because their collectives may be out of step; the next case starts new ones.
 
-    With ``searches`` what is measured apart is forked from a copy of each process.
+    With ``searches``, measuring processes are forked from a copy of each process.
     """
 
     def __init__(self, size: int, searches: bool = False) -> None:
@@ -80,10 +80,10 @@ class World:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(rank, size, *args)`` on every rank; what each returned.
+        """Run ``function(rank, size, *args)`` on every rank; return each rank's result.
 
         Raises:
-            AssertionError: It failed on a rank; with that rank's traceback.
+            AssertionError: It failed on a rank; the message has that rank's traceback.
         """
         if not self._processes:
             self._start()
@@ -109,7 +109,7 @@ class World:
             for (
                 rank,
                 pipe,
-            ) in waiting.items():  # others that failed by themselves say why; one that hangs has had its time
+            ) in waiting.items():  # collect other ranks' errors; a hanging rank gets no more time
                 if pipe.poll(2 if ready else 0):
                     with contextlib.suppress(EOFError, ConnectionResetError):
                         fine, answer = pipe.recv()
