@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_cpp = pytest.mark.skip(
         reason="needs a C++ compiler and Python's headers, for torch.compile's Inductor"
     )
-    other_device = pytest.mark.skip(reason=f"is about CPUs, and these tests run on {DEVICE}")
+    other_device = pytest.mark.skip(reason=f"tests CPUs, and this run uses {DEVICE}")
     no_inductor = pytest.mark.skip(reason="Inductor cannot compile for the simulated device")
     no_sparse = pytest.mark.skip(reason="the simulated device has no sparse tensors")
     has_gpu, has_cpp = torch.cuda.is_available(), can_compile_cpp()

@@ -16,7 +16,7 @@ from tests.device import sim
 from tests.here import DEVICE
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="these tests themselves run on another device")
+@pytest.mark.skipif(DEVICE != "cpu", reason="this run uses another device already")
 @pytest.mark.skipif(sim.compiler() is None, reason=sim.NO_COMPILER)
 @pytest.mark.parametrize(
     ("files", "fp64"),

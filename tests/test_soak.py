@@ -48,7 +48,7 @@ def test_a_row(number: int) -> None:
 def test_what_is_left_to_a_soak_is_not_collected(request: pytest.FixtureRequest) -> None:
     found = [item.name for item in request.session.items if item.path.name == "test_soak.py"]
     if len(found) == 1:
-        pytest.skip("it was asked for alone")
+        pytest.skip("this test was selected alone")
     assert [name for name in found if name.startswith("test_a_row")] == [
         f"test_a_row[{number}]" for number in (range(5) if SOAKING else (1, 3))
     ]

@@ -168,7 +168,7 @@ def test_a_default_device_is_left_to_the_user() -> None:
         torch.set_default_device(None if DEVICE == "cpu" else DEVICE)
 
 
-BF16_FLAT = pytest.mark.xfail(strict=False, reason="torch 2.11 lays weights in bf16 side by side nowhere")
+BF16_FLAT = pytest.mark.xfail(strict=False, reason="torch 2.11 never places bf16 weights side by side")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,9 @@ def test_weights_of_recurrent_layers_lie_side_by_side(name: str) -> None:
     [
         pytest.param(
             "_foreach_lerp_",
-            marks=pytest.mark.xfail(strict=False, reason="torch 2.11 counts no lerp by a number"),
+            marks=pytest.mark.xfail(
+                strict=False, reason="torch 2.11 does not count a lerp by a number as a write"
+            ),
         ),
         "_foreach_add_",
         "_foreach_mul_",

@@ -1,7 +1,7 @@
 // A simulated accelerator: PrivateUse1 with two devices, whose kernels are those of the CPU.
 //
-// Its memory is one file of memory, mapped twice: the addresses that tensors have may not be read or written at all, and
-// the kernels use the other mapping. Whatever touches memory of the device from the host ends with a segmentation fault.
+// Its memory is one memory file, mapped twice. Tensors have addresses of the first mapping, which cannot be read or
+// written; the kernels use the second. Host code that touches device memory ends with a segmentation fault.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -31,7 +31,7 @@
 
 namespace {
 
-using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // as the macros of autocast call them
+using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // names that autocast's macros use
 #if __has_include(<ATen/core/Dimname.h>)
 using at::DimnameList;
 #endif
@@ -40,7 +40,7 @@ constexpr auto SIM = c10::DeviceType::PrivateUse1;
 constexpr auto KEY = c10::DispatchKey::PrivateUse1;
 constexpr DeviceIndex COUNT = 2;
 
-// ---- What the host waits for -----------------------------------------------------------------------------------------
+// ---- Waits of the host -----------------------------------------------------------------------------------------------
 
 enum Wait { ITEM, SHAPE, TO_HOST, TO_DEVICE, SYNCHRONIZE, EVENT, KINDS };
 constexpr const char* WORDS[KINDS] = {
@@ -49,7 +49,7 @@ constexpr const char* WORDS[KINDS] = {
 std::atomic<int64_t> waits[KINDS];
 std::atomic<bool> forbidden{false};
 
-// Events are what a host waits for to not wait for everything: torch.cuda.set_sync_debug_mode lets them pass, too.
+// Waiting for an event avoids waiting for everything, so it is allowed, as under torch.cuda.set_sync_debug_mode.
 void host_waits(Wait kind) {
   ++waits[kind];
   TORCH_CHECK(!forbidden || kind == EVENT, "the host waits for the device: ", WORDS[kind]);
@@ -65,7 +65,7 @@ void check_index(DeviceIndex index) {
   TORCH_CHECK(0 <= index && index < COUNT, "sim has ", int(COUNT), " devices, and none has the index ", int(index));
 }
 
-// Kernels run at once. What is put off is what a host could see too early: copies to pinned memory that do not block.
+// Kernels run immediately. Only non-blocking copies to pinned memory are delayed, because the host could see them early.
 struct Work {
   int64_t ticket;
   DeviceIndex device;
@@ -81,7 +81,7 @@ void put_off(Stream stream, std::function<void()> run) {
   pending.push_back({++tickets, stream.device_index(), stream.id(), std::move(run)});
 }
 
-// Run what was put off on a stream (on every stream of the device without one), in order; whether there was any.
+// Run the delayed work of a stream (without one: of all streams of the device) in order. Return whether there was any.
 bool finish(DeviceIndex device, std::optional<c10::StreamId> stream, int64_t last) {
   std::lock_guard lock(pending_mutex);
   std::list<Work> found;
@@ -130,7 +130,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[stream.device_index()] = stream.id();
     return before;
   }
-  // A query shows progress: what is not done is done at the next one.
+  // A query reports progress: unfinished work is complete at the next query.
   bool queryStream(const Stream& stream) const override {
     return !finish(stream.device_index(), stream.id(), INT64_MAX);
   }
@@ -165,14 +165,14 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 // ---- Memory ----------------------------------------------------------------------------------------------------------
 
-constexpr size_t ARENA = size_t(1) << 36;  // addresses, of which only the pages in use cost anything
-constexpr int SMALLEST = 6;                // 64 bytes, as torch aligns
-char *shown = nullptr, *real = nullptr;    // the addresses of tensors, and the same bytes for kernels
+constexpr size_t ARENA = size_t(1) << 36;  // reserved addresses; only used pages take memory
+constexpr int SMALLEST = 6;                // 64 bytes, torch's alignment
+char *shown = nullptr, *real = nullptr;    // addresses of tensors, and of the same bytes for kernels
 size_t used = 0;
 std::vector<size_t> unused[64];  // offsets of freed blocks, by the logarithm of their size
 std::mutex memory_mutex;
 c10::CachingDeviceAllocator::DeviceStats stats[COUNT];
-bool forked = false;  // in a child of a process that has used the device, which shares its memory
+bool forked = false;  // in a fork of a process that has used the device; they share its memory
 
 struct Block {
   size_t offset, bytes;
@@ -249,7 +249,7 @@ struct Memory final : c10::DeviceAllocator {
 Memory memory;
 REGISTER_ALLOCATOR(SIM, &memory)
 
-// Pinned memory is ordinary memory that is remembered: only copies to it are put off.
+// Pinned memory is ordinary memory whose address is recorded. Only copies to it are delayed.
 std::set<const void*> pinned;
 struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
@@ -274,7 +274,7 @@ bool is_pinned(const void* data) {
 
 // ---- Random numbers --------------------------------------------------------------------------------------------------
 
-// A generator of the CPU under another device: kernels draw from it, and it draws the same numbers for the same seed.
+// A CPU generator for the device: kernels draw from it, and it gives the CPU's numbers for the same seed.
 struct Generator final : c10::GeneratorImpl {
   c10::intrusive_ptr<at::CPUGeneratorImpl> inner = c10::make_intrusive<at::CPUGeneratorImpl>();
   explicit Generator(DeviceIndex index) : GeneratorImpl(Device(SIM, index), c10::DispatchKeySet(KEY)) {}
@@ -299,7 +299,7 @@ const at::Generator& default_generator(DeviceIndex index) {
   return each[index];
 }
 
-// While it lives, the CPU's own generator continues where that of the device stands: kernels without a generator use it.
+// While it exists, the CPU's default generator has the state of the device's, for kernels without a generator argument.
 struct Drawing {
   static inline std::mutex one_at_a_time;
   std::lock_guard<std::mutex> lock{one_at_a_time};
@@ -350,7 +350,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }
 };
-// Static objects of torch register the default; those of a library that is loaded later may replace it once.
+// Torch's static objects register default hooks; a library loaded later may replace them once.
 [[maybe_unused]] const bool hooked = [] {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
@@ -372,9 +372,9 @@ Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtyp
   return at::detail::empty_strided_generic(sizes, strides, &memory, c10::DispatchKeySet(KEY), dtype);
 }
 
-// Tensors of the CPU on the memory of tensors of the device, for one call of a kernel.
+// CPU tensors on the memory of device tensors, for one kernel call.
 struct Aliases {
-  std::vector<std::pair<Storage, Storage>> storages;  // of the device, and of the CPU
+  std::vector<std::pair<Storage, Storage>> storages;  // device, CPU
   std::vector<std::pair<Tensor, Tensor>> tensors;
   std::optional<Device> device;
 
@@ -402,7 +402,7 @@ struct Aliases {
     return shaped(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), tensor.dtype()), tensor);
   }
 
-  // In inference mode a view of an ordinary tensor is an ordinary one, which its keys say.
+  // In inference mode, a view of a normal tensor is a normal tensor; its dispatch keys decide that.
   static Tensor view(const Tensor& of, const Tensor& result) {
     return shaped(at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, Storage(of.storage()), of.key_set(), result.dtype()), result);
   }
@@ -415,7 +415,7 @@ struct Aliases {
     return made;
   }
 
-  // The tensor of the device for what a kernel has returned: an argument, a view of one, or a new one.
+  // Return the device tensor for a kernel's result: an argument, a view of one, or a new tensor.
   Tensor ours(const Tensor& result) {
     if (!result.defined()) return result;
     for (auto& [ours, theirs] : tensors)
@@ -434,7 +434,7 @@ struct Aliases {
                   static_cast<const char*>(from.storage().data()) + from.storage_offset() * from.itemsize(), bytes);
   }
 
-  // What a kernel has resized, or has given another storage, is so on the device, too.
+  // Apply to the device tensors what a kernel has resized or given another storage.
   void settle() {
     for (auto& [ours, theirs] : tensors) {
       Storage now = theirs.storage();
@@ -466,7 +466,7 @@ struct Aliases {
 
 // ---- Every operator: the kernel of the CPU ---------------------------------------------------------------------------
 
-// As CUDA's kernels: numbers may be on the host, but not those of optimizers and scalers; indices may be, too.
+// Like CUDA's kernels, accept 0-dim tensors and indices on the host, but no 0-dim tensors of optimizers and scalers.
 void check_devices(const c10::OperatorHandle& op, const Tensor& tensor, std::optional<Device>& device) {
   if (!tensor.defined()) return;
   const auto& name = op.schema().name();
@@ -521,7 +521,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   {
-    // the kernel's inner calls are the CPU's own business, whatever autocast the caller has on
+    // autocast of the caller does not apply to the CPU kernel's inner calls
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     std::optional<Drawing> drawing;
     if (op.hasTag(at::Tag::nondeterministic_seeded))
@@ -545,7 +545,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
-// torch would compute these by writing to an output that it makes first, and warns where the kernel gives it another shape.
+// Torch's default would write these to a preallocated output, and warn if the kernel changes its shape.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
@@ -557,7 +557,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   }
 }
 
-// ---- What a device makes, copies and reads itself --------------------------------------------------------------------
+// ---- Creating, copying and reading tensors ---------------------------------------------------------------------------
 
 Tensor empty_memory_format(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                            std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
@@ -575,7 +575,7 @@ Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std
                Guard::whole(device.value_or(Device(SIM, current))));
 }
 
-// A tensor of zeros without memory, as forward-mode differentiation makes them.
+// A tensor of zeros without memory, as forward-mode differentiation creates.
 Tensor zero_tensor(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                    std::optional<Device> device, std::optional<bool>) {
   at::native::ZeroTensorAllocator none(Guard::whole(device.value_or(Device(SIM, current))));
@@ -586,13 +586,13 @@ Tensor zero_tensor(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtyp
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   Aliases aliases;
   if (to.is_privateuseone()) {
-    // from pageable memory CUDA, too, has read it all when the call returns
+    // CUDA also has read all of a pageable source when the call returns
     if (!from.is_privateuseone() && !(non_blocking && is_pinned(from.storage().data()))) host_waits(TO_DEVICE);
     aliases.host(to).copy_(aliases.host(from));
   } else {
     auto stream = Guard().getStream(from.device());
     if (non_blocking && is_pinned(to.storage().data())) {
-      // the values are those of now, since the kernels after it come after it
+      // uses the current values, because later kernels run after the copy
       put_off(stream, [to, values = aliases.host(from).clone()] { to.copy_(values); });
     } else {
       host_waits(TO_HOST);
@@ -639,7 +639,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {aliases.ours(a), aliases.ours(b), aliases.ours(c)};
 }
 
-// torch gives the cells of recurrent layers to fused kernels on an accelerator, and the CPU has none.
+// On an accelerator, torch uses fused kernels for cells of recurrent layers; the CPU has none.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
                                              const std::optional<Tensor>& input_bias,
                                              const std::optional<Tensor>& hidden_bias) {
@@ -682,7 +682,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
   return {x, h, grad * z, has_bias ? x.sum(0) : Tensor(), has_bias ? h.sum(0) : Tensor()};
 }
 
-// The CPU's fused SGD loses updates of weights in low formats with momentum (torch 2.13); an accelerator's does not.
+// With momentum, the CPU's fused SGD loses updates of low-format weights (torch 2.13); an accelerator's does not.
 void fused_sgd(at::TensorList self, at::TensorList grads, at::TensorList momenta, double weight_decay, double momentum,
                double lr, double dampening, bool nesterov, bool maximize, bool first, const std::optional<Tensor>& scale,
                const std::optional<Tensor>& found_inf) {
@@ -721,11 +721,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", attention);
 }
 
-// Copies conjugate and negate themselves; torch's own kernels for such tensors would copy first, and so on without end.
+// The copy kernel resolves conjugation and negation itself; torch's kernels for such tensors would copy and recurse.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
-// ---- Autocast, by the lists of CUDA ----------------------------------------------------------------------------------
+// ---- Autocast with CUDA's lists --------------------------------------------------------------------------------------
 
 Tensor binary_cross_entropy_banned(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
   TORCH_CHECK(false, "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.");
@@ -748,7 +748,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   m.impl("binary_cross_entropy", binary_cross_entropy_banned);
 }
 
-// ---- What Python asks for --------------------------------------------------------------------------------------------
+// ---- Functions for Python ---------------------------------------------------------------------------------------------
 
 TORCH_LIBRARY(castwise_sim, m) {
   m.def("waits() -> int[]", [] { return std::vector<int64_t>(waits, waits + KINDS); });
@@ -759,7 +759,7 @@ TORCH_LIBRARY(castwise_sim, m) {
   m.def("as_kernels_see(Tensor tensor) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(castwise_sim, PrivateUse1, m) {
-  // It shares the memory of its argument, which it keeps: what runs on the host for the device, as gloo does, takes it.
+  // The result shares and keeps the memory of its argument, for code that runs on the host for the device, such as gloo.
   m.impl("as_kernels_see", [](const Tensor& tensor) {
     Aliases aliases;
     auto alias = aliases.host(tensor);

@@ -23,7 +23,9 @@ from castwise.core.plans.plan import PRESETS
 from tests.device import sim
 from tests.here import DEVICE
 
-simulated = pytest.mark.skipif(DEVICE != "sim", reason="asks the simulated device for what no other tells")
+simulated = pytest.mark.skipif(
+    DEVICE != "sim", reason="needs information that only the simulated device gives"
+)
 NAMES = [name for name in PRESETS if name != "tf32"]
 
 

@@ -19,9 +19,7 @@ from tests.device import group, sim
 from tests.here import DEVICE
 from tests.processes import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    DEVICE != sim.NAME, reason="the process group is that of the simulated device"
-)
+pytestmark = pytest.mark.skipif(DEVICE != sim.NAME, reason="the process group is for the simulated device")
 
 
 def _data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,8 +127,8 @@ class Torchrun:
         """
         deadline = time.monotonic() + timeout_s
         while not ready():
-            assert self.running(), f"it ended before the moment came:\n{self.said()}"
-            assert time.monotonic() < deadline, f"the moment did not come:\n{self.said()}"
+            assert self.running(), f"the training ended before the condition held:\n{self.said()}"
+            assert time.monotonic() < deadline, f"the condition did not hold in time:\n{self.said()}"
             time.sleep(0.0005)
 
 

@@ -125,7 +125,9 @@ def test_compiled(two: World, layout: str, plan: str) -> None:
     check(two, layout, plan, Options(steps=6, compile=True))
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="it would be Inductor")
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "set_default_backend"), reason="this torch can compile only with Inductor"
+)
 @pytest.mark.parametrize(
     ("layout", "plan"), pairs(some(ONE[1:] + ONE[:1], 4), ["fp16-mixed+ops.gelu=fp32", "bf16-master"])
 )

@@ -125,7 +125,7 @@ def test_what_one_rank_sees_all_ranks_hear(two: World) -> None:
 
 
 def audits(rank: int, size: int, layout: str, plan: str, spoilt: bool) -> list[castwise.monitor.Audit]:
-    """Run three audits: one with the whole test between steps, one with a few microbatches, one after an evaluation."""
+    """Run three audits: the whole test before a step, a few microbatches between steps, and one after an evaluation."""
     run = model.make(layout, plan, Options(fused=True))
 
     if spoilt and rank == 1:  # adds a large constant, so that bf16 rounding loses the rest

@@ -228,9 +228,9 @@ class Life:
             except BaseException as error:
                 own = how.endswith("halfway") and not isinstance(error, (AttributeError, TypeError))
                 assert own or isinstance(error, CastwiseError), (  # noqa: PT017
-                    f"prepare ({how}) failed in no words of castwise's: {error!r}"
+                    f"prepare ({how}) raised an error that is not castwise's: {error!r}"
                 )
-            assert not refused or Amp.of(self.model) is self.amp, "a refused Amp is the model's now"
+            assert not refused or Amp.of(self.model) is self.amp, "a refused Amp owns the model"
             if not refused:
                 amp.close()
                 assert not must, f"prepare ({how}) was accepted"
@@ -318,7 +318,7 @@ class Life:
             wrong()
         except Exception as error:
             assert isinstance(error, CastwiseError), (  # noqa: PT017
-                f"{what} was refused in no words of castwise's: {error!r}"
+                f"{what} raised an error that is not castwise's: {error!r}"
             )
         else:
             raise AssertionError(f"{what} was accepted under {self.line}")
@@ -418,7 +418,7 @@ class Life:
                 except CastwiseError:
                     assert Amp.of(model) is None
                 else:
-                    raise AssertionError("prepare of a module that has run compiled was accepted")
+                    raise AssertionError("prepare accepted a module that has run compiled")
         torch._dynamo.reset()
 
     def by_closure(self) -> None:
@@ -506,7 +506,7 @@ class Life:
         for name in which or GETTERS:
             seen.append(str(looks[name]()))  # noqa: PERF401
         for name, want in zip(which or GETTERS, seen, strict=True):
-            assert str(looks[name]()) == want, f"{name} says something else the second time"
+            assert str(looks[name]()) == want, f"{name} gives another result the second time"
         check(before, self.photograph(), f"getters ({', '.join(which) or 'all'})")
 
     def copy(self) -> None:
@@ -524,12 +524,12 @@ class Life:
         if amp is not None:
             weights = amp.model_state_dict(self.model, as_given=True)
         for name, value in plain.state_dict().items():
-            assert bits(value) == bits(weights[name].as_subclass(Tensor)), f"a pickle holds another {name}"
+            assert bits(value) == bits(weights[name].as_subclass(Tensor)), f"the pickled {name} differs"
         del other, plain
         try:
             twin, none = copy.deepcopy(amp), pickle.loads(pickle.dumps(amp))
         except Exception as error:
-            raise AssertionError(f"an Amp neither copies nor is left out of a pickle: {error!r}") from error
+            raise AssertionError(f"a model with an Amp cannot be copied or pickled: {error!r}") from error
         assert none is None
         assert amp is None or (twin.plan, twin.get_scale()) == (amp.plan, amp.get_scale())
         check(before, self.photograph(), "a copy of the model")

@@ -79,7 +79,7 @@ def a_log_that_forgets(entry: str) -> Fault:
 
         with instead(UndoLog, "callback", make), instead(UndoLog, "on", make):
             yield
-        assert forgotten, f"no entry of the undo log is called {entry!r} any more; name another here"
+        assert forgotten, f"the undo log has no entry named {entry!r}; use a current name here"
 
     return fault
 

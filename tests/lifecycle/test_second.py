@@ -136,7 +136,7 @@ def test_a_second_prepare_that_fails_leaves_the_first_alone(line: str, how: str)
     else:
         # `Stubborn` stands for Rprop-like optimizers, which get no hooks where the plan sets none.
         assert "halfway" in how, "accepted"
-        pytest.skip("nothing that fails halfway under this plan")
+        pytest.skip("nothing fails halfway under this plan")
     check(seen, {**pair.photograph(), **pair.of_second()}, f"a second prepare ({how})")
     assert Amp.of(pair.first) is pair.amp
     assert Amp.of(pair.second) is None

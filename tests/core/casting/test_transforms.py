@@ -126,7 +126,7 @@ def skip_what_devices_refuse(transform: Any, plan: Plan) -> None:
     """
     forward = (TRANSFORMS["jvp"], TRANSFORMS["jacfwd"], TRANSFORMS["hessian"])
     if DEVICE != "cpu" and plan is PLANS["arithmetic"] and transform in forward:
-        pytest.skip("arithmetic that is overridden meets fp32 formulas of forward-mode differentiation")
+        pytest.skip("overridden arithmetic raises an error in fp32 forward-mode formulas")
 
 
 @each_value()

@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[nn.Module]
         yield model
         return
     if DEVICE != "cpu":
-        pytest.skip("the mesh is one of CPUs")
+        pytest.skip("the mesh is on the CPU")
     if not dist.is_available():
         pytest.skip("this torch is built without torch.distributed")
     from torch.distributed.device_mesh import init_device_mesh

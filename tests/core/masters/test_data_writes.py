@@ -376,7 +376,7 @@ def test_a_part_that_is_written_again_and_again_is_met() -> None:
         step(amp, model, optimizer, seed)
         if (master_of(model[0].weight)[2] > 0.9).all():  # type: ignore[index]
             return
-    raise AssertionError("60 steps passed over a sixteenth of a parameter")
+    raise AssertionError("60 steps missed a write to a sixteenth of a parameter")
 
 
 def test_the_sample_says_nothing_where_parameters_are_their_masters() -> None:

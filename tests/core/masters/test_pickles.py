@@ -108,7 +108,7 @@ def plainly(data: bytes) -> Any:
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_pickle_is_what_close_would_leave(plan: str, kind: str, trained: Any) -> None:
     if plan == "regions" and kind == "tied":
-        pytest.skip("it has no module of that name")
+        pytest.skip("the model has no module of that name")
     amp, model, optimizer, scheduler, x = trained(PLANS[plan], kind)
     twin, other, schedule = plainly(pickle.dumps((model, optimizer, scheduler)))
     amp.close()

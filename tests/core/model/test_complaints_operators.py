@@ -105,7 +105,7 @@ def wrong(
         except Exception as error:
             later = str(error).rpartition("castwise: ")[2].partition(". ")[0]
             if later == operator or not later:  # otherwise the next call fails, with its own advice
-                yield f"{rule} does not cure: {error}"
+                yield f"{rule} does not fix the error: {error}"
     write = r"self\.(given|named)\[('\w+'|\d+)\](?:\[(\d+)\])?\.to\(torch\.(\w+)\)"
     casts = re.findall(write, advice)
     if casts:
@@ -121,9 +121,9 @@ def wrong(
             try:
                 run(plan, call, new_given, new_named, autocast="enabled=False" not in advice)
             except Exception as error:
-                yield f"what it says to write does not cure: {error}"
+                yield f"the advised code does not fix the error: {error}"
     elif not rules and not re.search(r"torch\.\w+.* in line \d+", advice):
-        yield "it names no cure, and no line and dtype"
+        yield "it names no fix, and no line with a dtype"
 
 
 @every(16)

@@ -132,7 +132,7 @@ def test_the_line_reads_back(plan: Plan) -> None:
     assert Plan.parse(line) == plan
     assert Plan.parse(f"  {line}\n") == plan
     assert as_plan(line) == plan
-    assert re.fullmatch(r"[^\s,]+", line), "a blank or a comma would keep lines from standing in a list"
+    assert re.fullmatch(r"[^\s,]+", line), "lines with a blank or a comma could not be put in a list"
 
 
 @settings(max_examples=examples(40, 300), deadline=None)

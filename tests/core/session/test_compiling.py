@@ -32,7 +32,7 @@ from tests.soak import every
 
 pytestmark = [
     pytest.mark.skipif(
-        not hasattr(torch.compiler, "set_default_backend"), reason="this torch compiles by Inductor alone"
+        not hasattr(torch.compiler, "set_default_backend"), reason="this torch can compile only with Inductor"
     ),
     pytest.mark.skipif(DEVICE == "sim", reason="torch.compile cannot compile for the simulated device"),
     # Dynamo reads .grad of the input of a resumed frame.

@@ -159,7 +159,7 @@ def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> N
         others = (torch.optim.RMSprop(model.parameters()),)
     elif why == "a weight beyond fp16":
         if plan.compute != "fp16" or not plan.stores_low:
-            pytest.skip("stores nothing in fp16")
+            pytest.skip("the plan stores nothing in fp16")
         with torch.no_grad():
             model.last.weight[0, 0] = 1e5
     elif why == "a typo in methods":
@@ -169,7 +169,7 @@ def test_a_refused_prepare_leaves_everything_as_it_was(why: str, name: str) -> N
     elif why == "no optimizer":
         others = (object(),)
     elif not (plan.loss_scale or (plan.stores_low and plan.keeps_masters)):
-        pytest.skip("nothing has to be followed")
+        pytest.skip("the plan does not need hooks on optimizers")
     else:
         others = (Wrapper(torch.optim.SGD(model.parameters())),)
     watched = [
@@ -209,7 +209,7 @@ def test_a_prepare_that_is_interrupted_is_taken_back(
         "note": (session.wrappers, "on_ddp"),
     }[where]
     if where == "attach" and Plan.preset(name).master == "none":
-        pytest.skip("attaches nothing")
+        pytest.skip("the plan attaches no masters")
     original, calls = getattr(owner, attribute), []
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
