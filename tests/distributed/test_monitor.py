@@ -222,8 +222,8 @@ def test_ranks_that_end_at_different_steps_are_refused(two: World, tool: str, tm
 
 
 def row_cut(rank: int, size: int) -> Any:
-    """Monitor a row-parallel layer, whose ranks have partial sums of the output; return the report and the full
-    outputs.
+    """Monitor a row-parallel layer, whose ranks have partial sums of its output; return its figures and the true
+    maximum.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))

@@ -415,7 +415,9 @@ def held(job: Job) -> list[Tensor]:
 
 
 def interrupted(rank: int, size: int, folder: str) -> None:
-    """Interrupt rank 1 in the middle of a rollback and end it; return the state it left."""
+    """Interrupt rank 1 in the middle of a rollback and end it; write each rank's error and whether its state is
+    unchanged.
+    """
     job = Job(rank, "fsdp", "bf16-mixed")
     recovery = Recovery(job.amp, job.model, job.optimizer, loss, folder, every=10)
     batches = recovery.batches(data(40, spikes=(25,), seed=rank))

@@ -152,7 +152,7 @@ def test_a_session_whose_collection_is_interrupted_is_in_nobodys_way(monkeypatch
 
 @pytest.mark.parametrize("what", [Settings, Kernels])
 def test_what_a_signal_handler_gives_up_meanwhile_is_taken_anew(what: Callable[[], Any]) -> None:
-    """The other holder releases at each line of the take."""
+    """At each line of ``take``, a signal handler makes the other holder give up its claim."""
     before, line = held(), 0
     while True:
         line += 5 if what is Settings else 23

@@ -109,7 +109,7 @@ def test_keys_and_values_stay_fp32_for_attention_in_fp32() -> None:
 
 
 class Odd(nn.Linear):
-    """Has attributes named generate that are not plain methods or not defined on the class."""
+    """Has a ``generate`` method, which the test replaces on an instance."""
 
     def generate(self, x: Any) -> Any:
         return "class"

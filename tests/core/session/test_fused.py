@@ -29,7 +29,7 @@ def stepped(kind: Any, dtype: torch.dtype, fused: bool) -> torch.Tensor:
 @pytest.mark.cpu  # the defect is in the CPU kernel
 @pytest.mark.parametrize("dtype", LOW)
 def test_whether_torchs_fused_sgd_updates_low_parameters_on_a_cpu_is_known(dtype: torch.dtype) -> None:
-    """Torch's kernel does since torch 2.14."""
+    """Since torch 2.14 the kernel updates them."""
     right = torch.equal(stepped(SGD, dtype, fused=True), stepped(SGD, dtype, fused=False))
     assert right is _torch.optimizers.fused_sgd_updates_low()
 
