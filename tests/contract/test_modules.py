@@ -453,8 +453,7 @@ def test_a_wrong_format_is_found() -> None:
         check_near(by_castwise(recipe, plan_of("O1")), in_fp64(recipe), ROUNDING["fp16"])
 
 
-# --- state: attributes, writes through data, buffers
-# -------------------------------------------------------------------
+# --- state: attributes, writes through data, buffers ------------------------------------------------------------------
 
 
 @each_value()

@@ -1,4 +1,4 @@
-"""Bans: for callers alone, and what their message advises is a plan that works."""
+"""Bans apply to operators that the user's code calls, and the plan that their error message advises works."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ DEVICE_TYPES = autocast_types()
 WATCHED = [device for device in DEVICE_TYPES if device != "mtia"]
 """Devices where a spy can be put below the autocast key. torch's parser does not know MTIA's autograd key."""
 
-# --- what native kernels do
-# -----------------------------------------------------------------------------------
+# --- what native kernels do ---------------------------------------------------------------------------------
 
 
 class Arrived(Exception):
@@ -285,8 +284,7 @@ def test_operators_without_a_row_keep_their_inputs_format_on_the_cpu(op: str) ->
         assert calls[op](torch.rand(4)).dtype is FP32
 
 
-# --- tables
-# ---------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICE_TYPES)
@@ -384,8 +382,7 @@ def test_unknown_base_or_device_type(base: str, device: str, said: str) -> None:
     assert str(error.value) == f"base_table({base!r}, {device!r}): {said}"
 
 
-# --- overrides
-# ------------------------------------------------------------------------------------------------
+# --- overrides ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICE_TYPES)
@@ -503,8 +500,7 @@ def test_functions_named_in_the_help_are_no_operators_and_run_as_ones_that_are()
             assert word in {"and", "or", "so", "on", "depending", "mode"} or operator_overloads(word)
 
 
-# --- overloads
-# ------------------------------------------------------------------------------------------------
+# --- overloads ----------------------------------------------------------------------------------------------
 
 
 def test_overloads_of_a_plain_name_take_tensors_and_write_nothing() -> None:
