@@ -1,7 +1,7 @@
-"""Architectures built from ``transformers`` configurations, small, with random weights, as workloads.
+"""Workloads of small models with random weights, built from ``transformers`` configurations.
 
-``castwise tune bench/architectures.py:bert`` finds them. Data is random but learnable enough for a loss to fall: what counts
-here is time. The optimizer is AdamW as torch makes it.
+``castwise tune bench/architectures.py:bert`` tunes one of them. The workloads measure time, so the data is random,
+with enough structure that the loss falls. The optimizer is ``torch.optim.AdamW``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _tokens(batch: int, length: int, seed: int, shape: str = "causal") -> Iterator[dict[str, Tensor]]:
-    """Token sequences with structure: each follows from the one before and a little noise."""
+    """Yield batches of token sequences in which each token is the previous one plus a random step of 1 to 3."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         start = torch.randint(VOCABULARY, (batch, 1), generator=generator)
@@ -52,7 +52,7 @@ def _tokens(batch: int, length: int, seed: int, shape: str = "causal") -> Iterat
 
 
 def _images(batch: int, side: int, classes: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Images of one colour pattern per class, in noise."""
+    """Yield images with one colour pattern per class and added noise."""
     patterns = torch.randn(classes, 3, 4, 4, generator=torch.Generator().manual_seed(7))
     patterns = nn.functional.interpolate(patterns, size=(side, side))
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def _images(batch: int, side: int, classes: int, seed: int) -> Iterator[dict[str
 
 
 def _sounds(batch: int, samples: int, classes: int, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Tones, one pitch per class, in noise."""
+    """Yield tones with one pitch per class and added noise."""
     generator = torch.Generator().manual_seed(seed)
     time = torch.arange(samples) / 16000
     while True:
@@ -99,7 +99,7 @@ def _make_bert(t: Any) -> tuple[type, Any]:
 
 
 def bert() -> Workload:
-    """An encoder."""
+    """Return an encoder."""
     return _workload("bert", _make_bert, partial(_tokens, 8, 128, shape="classes"), "BERT, 4 layers of 256.")
 
 
@@ -116,7 +116,7 @@ def _make_gpt2(t: Any) -> tuple[type, Any]:
 
 
 def gpt2() -> Workload:
-    """A decoder."""
+    """Return a decoder."""
     return _workload("gpt2", _make_gpt2, partial(_tokens, 8, 128), "GPT-2, 4 layers of 256.")
 
 
@@ -128,7 +128,7 @@ def _make_llama(t: Any) -> tuple[type, Any]:
 
 
 def llama() -> Workload:
-    """A decoder with RMSNorm, rotary positions and gated layers."""
+    """Return a decoder with RMSNorm, rotary positions and gated layers."""
     return _workload("llama", _make_llama, partial(_tokens, 8, 128), "Llama, 4 layers of 256.")
 
 
@@ -140,7 +140,7 @@ def _make_t5(t: Any) -> tuple[type, Any]:
 
 
 def t5() -> Workload:
-    """An encoder and a decoder."""
+    """Return an encoder-decoder."""
     return _workload("t5", _make_t5, partial(_tokens, 8, 64), "T5, 3 + 3 layers of 192.")
 
 
@@ -152,7 +152,7 @@ def _make_vit(t: Any) -> tuple[type, Any]:
 
 
 def vit() -> Workload:
-    """A vision transformer."""
+    """Return a vision transformer."""
     return _workload("vit", _make_vit, partial(_images, 8, 96, 10), "ViT, 4 layers of 192, 96 x 96 images.")
 
 
@@ -167,7 +167,7 @@ def _make_resnet(t: Any) -> tuple[type, Any]:
 
 
 def resnet() -> Workload:
-    """A residual network of basic blocks."""
+    """Return a residual network of basic blocks."""
     return _workload(
         "resnet", _make_resnet, partial(_images, 16, 96, 10), "ResNet, basic blocks, 96 x 96 images."
     )
@@ -183,7 +183,7 @@ def _make_convnext(layer_scale: float, t: Any) -> tuple[type, Any]:
 
 
 def convnext(layer_scale: float = 1e-6) -> Workload:
-    """A small ConvNeXt, with depthwise 7 x 7 convolutions; ``layer_scale`` is what its layers are first multiplied by."""
+    """Return a small ConvNeXt with depthwise 7 x 7 convolutions and an initial layer scale of ``layer_scale``."""
     make = partial(_make_convnext, layer_scale)
     return _workload("convnext", make, partial(_images, 16, 96, 10), "ConvNeXt, small, 96 x 96 images.")
 
@@ -195,7 +195,7 @@ def _make_mobilenet(t: Any) -> tuple[type, Any]:
 
 
 def mobilenet() -> Workload:
-    """Inverted residuals around depthwise convolutions."""
+    """Return a network of inverted residuals around depthwise convolutions."""
     return _workload("mobilenet", _make_mobilenet, partial(_images, 8, 96, 10), "MobileNetV2, half width.")
 
 
@@ -208,7 +208,7 @@ def _make_wav2vec(t: Any) -> tuple[type, Any]:
 
 
 def wav2vec() -> Workload:
-    """Convolutions over sound, then an encoder."""
+    """Return a network of convolutions over sound, followed by an encoder."""
     return _workload(
         "wav2vec", _make_wav2vec, partial(_sounds, 4, 16000, 5), "wav2vec 2.0, 3 layers of 192, 1 s of sound."
     )
@@ -217,4 +217,4 @@ def wav2vec() -> Workload:
 ARCHITECTURES: dict[str, Callable[[], Workload]] = {
     f.__name__: f for f in (bert, gpt2, llama, t5, vit, resnet, convnext, mobilenet, wav2vec)
 }
-"""By name: an encoder, decoders, an encoder-decoder, vision and sound."""
+"""Functions that build the workloads, by name: an encoder, decoders, an encoder-decoder, vision and sound."""

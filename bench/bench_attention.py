@@ -1,7 +1,8 @@
-"""Attention in bf16 as torch's one kernel and as its parts (the rule ``unfused``), forward and backward, in turns.
+"""Compare attention in bf16 by torch's fused kernel and by separate operators (the rule ``unfused``).
 
-Per shape ``[batch, heads, length, width]``: the median time of each, the ratio over interleaved rounds with its 95 %
-interval, and how far output and gradients lie from fp64's, relative to their norm.
+The two run forward and backward in interleaved rounds. For each shape ``[batch, heads, length, width]``, a row has
+the median time of each, the ratio of the times with its 95 % interval, and the largest error of the output and the
+gradients against fp64, relative to their norm.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PER_ROUND = 5
 
 
 def attend(plan: Plan | None, given: list[Tensor], weight: Tensor, causal: bool, device: str) -> list[Tensor]:
-    """Output and the gradients of the three inputs; in the inputs' own format without a plan."""
+    """Return the output and the gradients of the three inputs; without a plan, compute in the format of the inputs."""
     if plan is None:
         out = functional.scaled_dot_product_attention(*given, is_causal=causal)
     else:
@@ -40,7 +41,7 @@ def attend(plan: Plan | None, given: list[Tensor], weight: Tensor, causal: bool,
 
 
 def error(found: list[Tensor], truth: list[Tensor]) -> float:
-    """The largest distance, relative to the norm."""
+    """Return the largest error of the tensors, each relative to the norm of the true tensor."""
     return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
 
 

@@ -1,10 +1,11 @@
-"""What it costs that a skipped step can put back the buffers that it poisoned.
+"""Measure the cost of the copies from which a skipped step restores buffers that its forward made non-finite.
 
-The loop of the README with copies of floating buffers, as it is, and with the copies taken out; the latter runs twice, so that the
-noise of the method is in the table too. Blocks of steps are interleaved, and ratios are formed within rounds, of the
-processor's time on a CPU, so that what else a machine does is in them as little as possible. ``copies_us`` is what a window's
-copies take by themselves, and ``share`` that over a step. ``resnet`` has BatchNorms, the GPT has no floating buffer, and the MLP
-is bound by dispatch, with BatchNorms and without.
+The loop of the README runs with its copies of floating-point buffers and without them. The loop without copies runs
+twice, so that the table also shows the noise of the method. Blocks of steps are interleaved, and ratios are formed
+within rounds. On a CPU the ratios are of CPU time, which other processes affect less. ``copies_us`` is the time of
+the copies of one window (the time between two updates of the loss scale), timed alone, and ``share`` is that time
+divided by the time of a step. ``resnet`` has BatchNorms, the GPT has no floating-point buffer, and the MLP, with and
+without BatchNorms, is dispatch-bound.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ PLANS = ("fp32", "bf16-mixed")
 
 
 def without_copies(model: nn.Module) -> None:
-    """Nobody copies the buffers of a prepared model any more."""
+    """Turn off the copies of a prepared model's buffers."""
     root = root_of(model)
     assert root is not None
     root.begin = root.loaded = None
 
 
 def training(workload: Workload, plan: str, device: torch.device, copies: bool) -> tuple[nn.Module, Loop]:
-    """A workload under a plan."""
+    """Return the model and the training loop of a workload under a plan."""
     model, optimizer, batch = _started(workload, device)
     amp = castwise.Amp(plan, device=device)
     model, optimizer = amp.prepare(model, optimizer)
@@ -57,7 +58,7 @@ def _started(workload: Workload, device: torch.device) -> tuple[nn.Module, torch
 
 
 def mlp(norms: bool, plan: str, device: torch.device, copies: bool) -> tuple[nn.Module, Loop]:
-    """Six layers of width 32, batch 8, SGD."""
+    """Return a model with six layers of width 32 and its training loop, with batches of 8 and SGD."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(5):
@@ -81,9 +82,9 @@ def _seconds(device: torch.device) -> float:
 def raced(
     loops: dict[str, Loop], steps: int, rounds: int, device: torch.device, end: float
 ) -> dict[str, list[float]]:
-    """Seconds of a step in each round, by loop; who comes first changes from round to round."""
+    """Return the seconds per step in each round, by loop; odd rounds run the loops in reverse order."""
     times: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(-1, rounds):  # the first warms up
+    for number in range(-1, rounds):  # round -1 is a warm-up
         order = [*loops][:: 1 if number % 2 else -1]
         for name in order:
             start = _seconds(device)
@@ -96,7 +97,7 @@ def raced(
 
 
 def copying(model: nn.Module, device: torch.device) -> float:
-    """Seconds that the copies of a window take by themselves."""
+    """Return the seconds that the copies of one window take, timed alone."""
     amp = castwise.Amp.of(model)
     root = root_of(model)
     assert amp is not None

@@ -1,11 +1,12 @@
-"""Where the lines of the parity test lie: damage against final loss, in formats from bf16 down to a 1-bit mantissa.
+"""Calibrate the thresholds of the parity test: damage against final loss, in formats from bf16 down to a 1-bit mantissa.
 
-Operands and results of matrix products and convolutions, forward and backward, are rounded to n bits of mantissa; once to
-the nearest number, and once towards zero, which is biased. For each format the gradient test's damage is taken, plain and
-in the units of Adam's steps, at fresh weights and after the training; and runs of training under it are paired by seed with
-fp32's. The difference of their losses over the last fifth is given in margins: the larger of the spread of fp32's own loss
-over seeds and 0.25 % of it. ``harmful`` says that the lower 95 % bound of the difference is above the margin, ``harmless`` that
-the upper one is below.
+Operands and results of matrix products and convolutions, forward and backward, are rounded to n bits of mantissa: in
+one run to nearest, in another towards zero, which is biased. For each format, the damage of the gradient test is
+measured both plain and in units of Adam's steps, with new weights and with trained ones. Training runs in the format
+are paired by seed with fp32 runs. The difference of their mean losses over the last fifth of the steps is given in
+margins. A margin is the larger of the standard deviation of fp32's loss over seeds and 0.25 % of that loss.
+``harmful`` means that the lower 95 % bound of the difference is above the margin, ``harmless`` that the upper bound
+is below it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ RELATIVE = 0.0025
 
 
 def rounded(tensor: Tensor, bits: int, towards_zero: bool) -> Tensor:
-    """An fp32 tensor with so many bits of mantissa; fp32's exponents."""
+    """Round an fp32 tensor to ``bits`` bits of mantissa, with the exponent range of fp32."""
     if tensor.dtype is not torch.float32:
         return tensor
     drop = 23 - bits
@@ -55,7 +56,7 @@ def rounded(tensor: Tensor, bits: int, towards_zero: bool) -> Tensor:
 
 
 class Coarse(OperatorMode):
-    """Products in a format with few bits."""
+    """A mode that computes products in a format with few bits."""
 
     def __init__(self, bits: int, towards_zero: bool) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def run(
 
 
 def damage(workload: Workload, model: nn.Module, bits: int, towards_zero: bool) -> tuple[float, float]:
-    """Plain, and in the units of Adam's steps."""
+    """Return the damage, plain and in units of Adam's steps."""
     batches: Iterator[Any] = workload.batches(977)
     prober = Prober(model, workload.loss, batches, torch.device("cpu"), call="calibration")
     prober.extend(8)
@@ -108,7 +109,7 @@ def damage(workload: Workload, model: nn.Module, bits: int, towards_zero: bool) 
 
 
 def main() -> None:
-    """Run the grid; more seeds where a few do not decide."""
+    """Run the grid, with more seeds where a few do not decide."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--few", type=int, default=5)

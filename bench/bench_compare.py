@@ -1,20 +1,22 @@
-"""Whether ``castwise.compare`` finds where an error is born.
+"""Test whether ``castwise.compare`` finds the call that causes an error (a birthplace).
 
-``faults``: 24 residual layers under bf16-mixed, in one of which a product (``out``) or the layer's own sum (``sum``) is
-rounded to so many bits of mantissa, bf16 having 7, forward or backward only; all 24 positions. ``found`` is the share in which
-the very module is named first, ``alone`` that in which nothing else is called a birthplace. Beside it what can be read from the
-errors of two runs side by side: the call with the ``largest`` error, and that with the largest ``growth`` of error from what came in
-to what went out.
+``faults``: a stack of 24 residual layers under bf16-mixed. In one layer, a product (``out``) or the layer's sum
+(``sum``) is rounded to a few bits of mantissa (bf16 has 7), in forward only or in backward only. Each of the 24
+layers has its turn. ``found`` is the share of positions at which the faulty module is the first birthplace, ``alone``
+the share at which it is the only one. For comparison, two simpler methods compare the errors of two separate runs:
+``largest`` names the call with the largest error, ``growth`` the call with the largest ratio of output error to input
+error.
 
-``clean``: built-in workloads and architectures under presets, with no fault seeded: calls, those that are called birthplaces, those
-whose errors come from torch's own kernels, with the largest own error, and the largest own error of the others over what rounding
-explains.
+``clean``: built-in workloads and architectures under presets, without a fault. A row has the number of calls, of
+birthplaces and of calls whose errors come from torch's kernels, with the largest error that such a call added. For
+all other calls it has the largest error that a call added, relative to the error that rounding explains.
 
-``causes``: why some calls are birthplaces with no fault seeded. The relative error of gradients that layers on a CPU add up over
-``rows``, against fp64 from the same inputs, and that of the exact result ``rounded`` once to the format; inputs and gradients
-that come in are drawn from a normal distribution, medians of ten draws. And ConvNeXt by the factor that its layers are
-multiplied by when it is new: birthplaces, and the largest share of a region's gradients that becomes zero in the format at the
-loss scale that ``castwise.forecast`` proposes, with the loss scales that hold what is largest and smallest.
+``causes``: why some calls without a fault are birthplaces. The first rows are about gradients that layers on a CPU
+sum over ``rows``. ``off`` is their relative error against fp64 from the same inputs, and ``rounded`` that of the
+exact result rounded once to the format. Inputs and incoming gradients are normally distributed; each value is the
+median of ten draws. The other rows are about ConvNeXt with several initial layer scales. They have the birthplaces
+and the largest share of a region's gradients that becomes zero in the format at the loss scale that
+``castwise.forecast`` proposes. ``scales`` is the range of loss scales at which fp16 can represent the gradients.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ def _error(call: CallComparison, backward: bool) -> tuple[float, float]:
 
 
 def _side_by_side(found: Comparison, backward: bool) -> Iterator[str]:
-    """The call with the largest error and the one with the largest growth, among modules."""
+    """Yield the paths of the call with the largest error and of the call with the largest growth, among modules."""
     calls = [call for call in found.calls if call.path not in ("", "(loss)")]
     for which in (0, 1):
         yield max(calls, key=lambda call: _error(call, backward)[which]).path
 
 
 def faults(results: Results) -> None:
-    """One row for each kind of fault and its size."""
+    """Add one row for each kind and size of fault."""
     for bits, place, backward in itertools.product(BITS, PLACES, (False, True)):
         counts: dict[str, int] = dict.fromkeys(("found", "alone", "largest", "growth"), 0)
         excess, taken = [], []
@@ -91,7 +93,7 @@ def faults(results: Results) -> None:
 
 
 def clean(results: Results) -> None:
-    """One row for each job and plan."""
+    """Add one row for each job and plan."""
     jobs: dict[str, Callable[[], Workload]] = {
         name: lambda name=name: find_workload(name) for name in BUILT_IN
     }  # type: ignore[misc]
@@ -125,7 +127,7 @@ def _said(found: Comparison) -> dict[str, Any]:
 
 
 def causes(results: Results) -> None:
-    """One row for each layer, format and number of rows, then one for each factor of ConvNeXt and plan."""
+    """Add one row for each layer, format and number of rows, then one for each layer scale of ConvNeXt and plan."""
     layers: dict[str, Callable[[], nn.Module]] = {
         "LayerNorm(64)": lambda: nn.LayerNorm(64), "Embedding(2, 64)": lambda: nn.Embedding(2, 64),
     }  # fmt: skip
@@ -145,7 +147,7 @@ def causes(results: Results) -> None:
 def _off(
     make: Callable[[], nn.Module], dtype: torch.dtype, rows: int, compiled: bool
 ) -> Iterator[dict[str, Any]]:
-    """One row for each parameter of a layer: how far its gradient is off."""
+    """Yield one row for each parameter of a layer, with the error of its gradient."""
     errors: dict[str, dict[str, list[float]]] = {}
     layer = make().to(dtype)
     call = torch.compile(layer) if compiled else layer
@@ -195,7 +197,7 @@ def _new_convnext(factor: float, plan: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Seed and find."""
+    """Run the parts and write a result file for each."""
     parser = arguments(__doc__)
     parts = {
         "faults": ("compare", faults),

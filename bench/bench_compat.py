@@ -1,10 +1,10 @@
-"""What scripts written for Apex cost under the drop-in, against the loop that PyTorch's documentation writes.
+"""Measure the overhead of scripts written for Apex under the drop-in, against the loop of PyTorch's documentation.
 
-O1 and O2 of ``castwise.compat.apex.amp`` race a hand-written torch.autocast and GradScaler loop in the same format, on a
-dispatch-bound MLP (6 layers of width 32, batch 8, SGD), where every microsecond of Python shows, and on the 4-layer GPT
-of the built-in workload. Blocks of steps are interleaved, and ratios are formed within rounds; the hand-written loop runs
-twice, so that the noise of the method is in the table too. The casts of O1 hold for a whole process, so they begin and
-end with each block, outside of what is timed.
+O1 and O2 of ``castwise.compat.apex.amp`` run against a hand-written loop with torch.autocast and GradScaler in the
+same format. The models are a dispatch-bound MLP (6 layers of width 32, batch 8, SGD), on which every microsecond of
+Python shows, and the 4-layer GPT of the built-in workload. Blocks of steps are interleaved, and ratios are formed
+within rounds. The hand-written loop runs twice, so that the table also shows the noise of the method. The casts of O1
+apply to the whole process, so they are turned on before each block and off after it, outside the timed region.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Job = tuple[nn.Module, torch.optim.Optimizer, Callable[[nn.Module], torch.Tensor
 
 
 def mlp(device: torch.device) -> Job:
-    """The dispatch-bound job of bench_overhead: one batch, again and again."""
+    """Return the dispatch-bound job of bench_overhead, which always trains on the same batch."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(LAYERS - 1):
@@ -37,7 +37,7 @@ def mlp(device: torch.device) -> Job:
 
 
 def gpt(device: torch.device) -> Job:
-    """The built-in 4-layer GPT."""
+    """Return the job of the built-in 4-layer GPT."""
     torch.manual_seed(0)
     job = find_workload("gpt?lr=1e-4")
     model = job.model().to(device)
@@ -52,7 +52,7 @@ def gpt(device: torch.device) -> Job:
 
 
 class ByHand:
-    """torch.autocast around forward and loss, GradScaler for fp16."""
+    """A loop with torch.autocast around forward and loss, and GradScaler for fp16."""
 
     def __init__(self, job: Job, device: torch.device, dtype: torch.dtype) -> None:
         self._model, self._optimizer, self._loss = job
@@ -61,7 +61,7 @@ class ByHand:
         self.losses: list[float] = []
 
     def before(self, steps: int) -> None:
-        """Nothing to prepare."""
+        """Do nothing: this loop needs no preparation."""
 
     def run(self, steps: int) -> None:
         """Train for some steps."""
@@ -80,7 +80,7 @@ class ByHand:
         self.losses.append(float(loss.detach()))
 
     def after(self) -> None:
-        """Nothing to clean up."""
+        """Do nothing: this loop has nothing to clean up."""
 
 
 class ByApex:
@@ -100,7 +100,7 @@ class ByApex:
         self.losses: list[float] = []
 
     def before(self, steps: int) -> None:
-        """Begin the casts of O1."""
+        """Turn on the casts of O1."""
         vars(amp._amp_state).update(self._state)
         if self._casts is not None:
             self._casts.enter()
@@ -117,7 +117,7 @@ class ByApex:
         self.losses.append(float(loss.detach()))
 
     def after(self) -> None:
-        """End the casts of O1."""
+        """Turn off the casts of O1."""
         if self._casts is not None:
             self._casts.leave()
 
@@ -135,7 +135,7 @@ def main() -> None:
     groups = [
         ("MLP", "fp16", mlp, options.rounds, options.steps),
         ("MLP", "bf16", mlp, options.rounds, options.steps),
-        # A CPU without fp16 arithmetic takes ten times as long over it, which would hide everything.
+        # A CPU without fp16 arithmetic takes ten times as long for fp16, which would hide the overhead.
         *([] if cpu else [("GPT", "fp16", gpt, options.rounds // 2, 5)]),
         ("GPT", "bf16", gpt, options.rounds // 2, 2 if cpu else 5),
     ]
@@ -165,7 +165,7 @@ def main() -> None:
 def of_job(
     loop: Callable[..., Any], build: Callable[[torch.device], Job], device: torch.device, *how: Any
 ) -> Any:
-    """A loop around a job of its own."""
+    """Build a job and return a loop around it."""
     return loop(build(device), *how)
 
 

@@ -1,15 +1,24 @@
-"""How often the rule that chooses a plan is wrong: simulated searches among plans of known speed.
+"""Simulate searches among plans of known speed and count how often the rule that chooses a plan is wrong.
 
-Five plans, the simplest first, race once as in one process, which tells who is far behind, and then by the rule of ``castwise.lab.search.decision``: ``slow`` counts choices that are more than
-3 % slower than the best, ``sure_slow`` those of them that were called decided and not "too noisy to decide", ``complicated`` choices that a simpler plan equals, ``alike`` pairs of searches that choose the same,
-``decided`` searches that did not run out of starts, of which there are 16, or two where a row says so: a short budget. The noise is of three kinds drawn from formulas (a process is lucky for
-its whole life, rounds have a long right tail, the machine drifts), and this machine's own: copies of one fp32 training, each
-in a process of its own, started anew and run in turns, whose times differ by nothing but noise; as they are, and keeping memory.
+Five plans, in order from the simplest, first race once as in one process, which finds plans that are far behind. Then
+the rule of ``castwise.lab.search.decision`` chooses. The columns are shares. ``slow``: the chosen plan is more than 3
+% slower than the best. ``sure_slow``: in addition, the search was reported as decided and not as "too noisy to
+decide". ``complicated``: a simpler plan is at least as fast as the chosen one. ``alike``: both searches of a pair
+choose the same plan. ``decided``: the search did not run out of starts. A search has up to 16 starts, or two (a short
+budget) where the row says so.
 
-``decision-uneven``: the drawn noise again, and of two to six plans, the most complicated of which is 4 % faster, on the quiet machine, some are noisier: all rounds of a start
-take longer or shorter by one factor. ``anyone``: in each search one plan, by a standard deviation of 1 to 10 %; ``half``: half of
-them; ``simplest`` (fp32) and ``fastest`` by a given one; ``all but one``. ``rare``: one in ten starts takes 10 or 30 % longer. ``restless``:
-the deviation itself changes between starts, by a factor of e. ``rounds``: one in five rounds is disturbed and takes longer.
+The noise comes from two sources. Three levels are drawn from formulas: a process is faster or slower for its whole
+life, rounds have a long right tail, and the machine drifts. The other noise was measured on this machine: copies of
+one fp32 training run, each in its own process, are restarted and timed in turns, so that their times differ only by
+noise. It is measured with the default host memory setting and with ``host_memory=keep``.
+
+``decision-uneven``: two to six plans, of which the most complicated is 4 % faster, with the noise of a quiet machine.
+Some of the plans are noisier: one random factor changes all rounds of a start. ``anyone``: one plan per search is
+noisier, with a standard deviation of 1 to 10 %. ``half``: half of the plans. ``all but one``: all but the fastest.
+``simplest`` (fp32) and ``fastest``: that plan, with a given standard deviation. ``rare``: one in ten starts of one
+plan takes 10 or 30 % longer. ``restless``: as ``anyone``, but the standard deviation itself varies between starts, by
+a factor of about e. ``rounds``: one in five rounds of one plan takes longer. The file also has the rows with the
+noise from formulas.
 """
 
 from __future__ import annotations
@@ -39,16 +48,20 @@ COPIES, STARTS, CORES = 5, 16, 2
 WORKLOADS = ("gpt?layers=2&width=64&context=32&batch=8", "sine?size=32")
 
 Noise = Callable[[random.Random, int], list[list[float]]]
-"""Logarithms of times of so many plans in one start, by plan and round."""
+"""Given a generator and a number of plans, returns the logarithms of their times in one start, by plan and round."""
 Speeds = Callable[[random.Random, int], list[float]]
-"""How many times as long as the fastest each of so many plans takes, the simplest first."""
+"""Given a generator and a number of plans, returns their times relative to the fastest, the simplest plan first."""
 QUIET: dict[str, float] = {"rounds_sd": 0.01, "starts_sd": 0.003, "drift": 0.002}
 
 
 def drawn(
     generator: random.Random, plans: int, *, rounds_sd: float, starts_sd: float, drift: float
 ) -> list[list[float]]:
-    """A start's luck, a normal part and one in ten a long tail per round, and a random walk from block to block."""
+    """Draw the logarithms of the times of one start.
+
+    Each plan has one normal term for the whole start. Each round adds a normal term and, in one round of ten, an
+    exponential tail. A random walk from block to block is added to all plans.
+    """
     lucky = [generator.gauss(0.0, starts_sd) for _ in range(plans)]
     logs = [[0.0] * ROUNDS for _ in range(plans)]
     walk = 0.0
@@ -60,7 +73,7 @@ def drawn(
 
 
 def uneven(generator: random.Random, plans: int, *, who: str, sd: float | None = None) -> list[list[float]]:
-    """A start on the quiet machine, of which some plans are noisier; without ``sd`` its noise is drawn once per search."""
+    """Draw a start on the quiet machine with some noisier plans; without ``sd`` their noise is drawn once per search."""
     search = random.Random(generator.search)  # type: ignore[attr-defined]
     loud = sd or search.uniform(0.01, 0.1)
     some = range(plans)
@@ -85,13 +98,13 @@ def uneven(generator: random.Random, plans: int, *, who: str, sd: float | None =
 def resampled(
     measured: Sequence[Sequence[Sequence[float]]], generator: random.Random, plans: int
 ) -> list[list[float]]:
-    """One of the measured starts, its copies in random order."""
+    """Draw one of the measured starts, with its copies in random order."""
     start = generator.choice(measured)
     return [list(copy) for copy in generator.sample(list(start), plans)]
 
 
 def measure(workload: str, memory: str, device: torch.device) -> list[list[list[float]]]:
-    """Logarithms of times by start, copy and round."""
+    """Measure the logarithms of times by start, copy and round."""
     plan = dataclasses.replace(PRESETS["fp32"], host_memory=memory)
     with Home() as home:
         starts = []
@@ -106,7 +119,10 @@ def measure(workload: str, memory: str, device: torch.device) -> list[list[list[
 def search(
     generator: random.Random, speeds: Sequence[float], noise: Noise, in_race: Noise, most: int = MOST
 ) -> tuple[int, bool, int]:
-    """One search among plans that take so many times as long as one another: which it chooses, whether decided, starts."""
+    """Simulate one search; return the chosen plan's index, whether the choice was decided, and the number of starts.
+
+    ``speeds`` has the time of each plan relative to the fastest.
+    """
     starts = 0
 
     def times_of(racing: Sequence[int], noise: Noise) -> dict[int, list[float]]:
@@ -126,27 +142,30 @@ def search(
 
 
 def lead(one: Sequence[float], other: Sequence[float]) -> float:
-    """How many times as fast the other is at the least: of so few rounds no resample is beyond the order statistics."""
+    """Return the lower bound of the speedup of ``other`` over ``one``.
+
+    With so few rounds the order statistics always give a wider interval than the bootstrap, so one resample is enough.
+    """
     return stats.paired_speedup(one, other, resamples=1).low
 
 
 def equal(_: random.Random, plans: int) -> list[float]:
-    """All as fast as each other."""
+    """Return equal times for all plans."""
     return [1.0] * plans
 
 
 def simple_slower(_: random.Random, plans: int) -> list[float]:
-    """The two simplest 4 % slower than the others."""
+    """Return times with the two simplest plans 4 % slower than the others."""
     return [1.04, 1.04, *[1.0] * (plans - 2)]
 
 
 def one_faster(_: random.Random, plans: int) -> list[float]:
-    """All but the most complicated 4 % slower."""
+    """Return times with all plans but the most complicated one 4 % slower."""
     return [*[1.04] * (plans - 1), 1.0]
 
 
 def spread(generator: random.Random, plans: int) -> list[float]:
-    """As plans of one workload lie: by some 15 % from one another."""
+    """Return times that differ by about 15 %, as those of the plans of one workload do."""
     return [math.exp(generator.gauss(0.0, 0.15)) for _ in range(plans)]
 
 
@@ -158,7 +177,7 @@ def simulate(
     plans: int | None = PLANS,
     pairs: int = SEARCHES,
 ) -> dict[str, float]:
-    """Pairs of searches; shares of all searches, and of all pairs for ``alike``."""
+    """Simulate pairs of searches; return shares of all searches, and for ``alike`` the share of all pairs."""
     generator = random.Random(0)
     slow, sure_slow, complicated, decided, alike, starts = 0, 0, 0, 0, 0, []
     for _ in range(pairs):
@@ -179,7 +198,7 @@ def simulate(
 
 
 def main() -> None:
-    """Write ``results/decision-<device>.json`` and ``results/decision-uneven-<device>.json``."""
+    """Simulate and write ``results/decision-<device>.json`` and ``results/decision-uneven-<device>.json``."""
     parser = arguments(__doc__)
     parser.add_argument("--only", choices=("measured", "uneven"))
     given = parser.parse_args()
@@ -207,7 +226,7 @@ Job = tuple[str, tuple[Any, ...]]
 
 
 def _even(kinds: Mapping[str, Noise]) -> Iterator[Job]:
-    """Plans of equal noise."""
+    """Yield jobs in which all plans are equally noisy."""
     races = {name: kinds[name.replace("as_given", "keep")] for name in kinds}  # a race keeps memory
     for (name, noise), speeds in itertools.product(kinds.items(), (equal, simple_slower, one_faster, spread)):
         yield f"{name}: {speeds.__name__}", (noise, races[name], speeds)
@@ -216,7 +235,7 @@ def _even(kinds: Mapping[str, Noise]) -> Iterator[Job]:
 
 
 def _uneven() -> Iterator[Job]:
-    """Plans of unequal noise."""
+    """Yield jobs in which some plans are noisier than others."""
     cases = [
         *itertools.product(("anyone", "half", "all but one", "rare", "restless", "rounds"), (None,), (None,)),
         *itertools.product(("simplest", "fastest"), LOUD, (None, 3)),
@@ -238,7 +257,7 @@ def _row(job: Job) -> dict[str, Any]:
 
 
 def noise_of(measured: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
-    """Spreads of the measured copies: of rounds within a start, and between starts beyond what rounds explain."""
+    """Return the standard deviations of the log ratios of copies: between rounds of a start, and between starts."""
     between, within = [], []
     for start in measured:
         for one, other in itertools.pairwise(start):

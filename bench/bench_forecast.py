@@ -1,11 +1,12 @@
-"""Forecasts held to what runs in the low formats then show, region by region.
+"""Compare forecasts with actual runs in the low formats, region by region.
 
-A forecast is made from an fp32 run alone. Then the same weights, batches and random draws run under the plan, and what its
-tensors hold is counted: values that are not finite, and zeros. Of each region and kind of tensor (activations, gradients,
-gradients of weights) both shares are compared with the forecast's, those of fp32 itself taken off; they agree where they
-differ by at most one percentage point. What overflows or vanishes in one region spreads to the next, of which no
-forecast knows. On a CPU fp16 products are computed in fp32 and rounded. Besides, models with a fragile place (bench/planted)
-and their sound twins: does the forecast say of fp16 what the run shows?
+A forecast is made from an fp32 run alone. Then the same weights, batches and random numbers run under the plan, and
+the non-finite values and the zeros in its tensors are counted. For each region and kind of tensor (activations,
+gradients, gradients of weights) these two shares, minus those of the fp32 run, are compared with the forecast. A
+share agrees if it differs by at most one percentage point. An overflow or underflow in one region spreads to the
+next, which a forecast does not know. On a CPU, fp16 products are computed in fp32 and rounded. In addition, the
+forecast for fp16 is compared with the run for models with a numerically fragile module (bench/planted) and for their
+sound twins.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from planted.cases import CASES
 
 MICROBATCHES = 2
 CLOSE = 0.01
-"""Shares that differ by no more agree."""
+"""Two shares agree if they differ by at most this."""
 BUILT_IN = ("sine?size=64", "digits", "gpt?layers=4&width=128")
 PLANS = ("fp16-mixed", "fp16-mixed+loss_scale=none", "bf16-mixed", "fp16-true", "bf16-true")
 Key = tuple[str, Kind, bool]
 
 
 class Seen:
-    """What a run under a plan holds: values, those that are not finite and zeros, by region and kind."""
+    """Counts of a run under a plan: of all values, of non-finite values and of zeros, by region and kind."""
 
     def __init__(self, casts: PlanCasts, dtype: torch.dtype) -> None:
         self.sums: dict[Key, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._casts, self._dtype = casts, dtype
 
     def look(self, kind: Kind, site: Site, tensor: Tensor) -> None:
-        """Count; what is cast at its use is cast here too."""
+        """Count the values of a tensor; a tensor that the plan casts at its use is cast first."""
         kept = self._casts.keeps(kind, site)
         held = tensor if kept or tensor.dtype in LOW_DTYPES else tensor.to(self._dtype)
         sums = self.sums[site.path, kind, kept]
@@ -71,13 +72,13 @@ def run(job: Workload, model: torch.nn.Module, plan: Plan, device: torch.device)
 
 
 def zeros(tensor: TensorForecast) -> float:
-    """The share of values that are zero in fp32."""
+    """Return the share of values that are zero in fp32."""
     histogram = tensor.histogram
     return histogram.zeros / max(1, histogram.zeros + sum(histogram.counts))
 
 
 def compare(found: Forecast, seen: dict[Key, list[int]], scaled: bool) -> dict[str, Any]:
-    """How often shares agree, over regions and kinds and over whole regions, and where they differ most."""
+    """Return how often shares agree, over regions and kinds and over whole regions, and where they differ most."""
     (format,) = found.formats
     close: dict[str, list[bool]] = {"overflow": [], "flush": []}
     whole, worst, lost = [], [], {"overflow": 0.0, "flush": 0.0}
@@ -116,7 +117,7 @@ def compare(found: Forecast, seen: dict[Key, list[int]], scaled: bool) -> dict[s
 
 
 def row(job: Workload, name: str, device: torch.device) -> dict[str, Any]:
-    """One job under one plan."""
+    """Return the row of one job under one plan."""
     torch.manual_seed(0)
     model = job.model()
     plan = Plan.parse(name)
@@ -136,7 +137,7 @@ def row(job: Workload, name: str, device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compare on the models with a fragile place, then on every job."""
+    """Compare on the models with a fragile module, then on every job."""
     parser = arguments(__doc__)
     parser.add_argument("--jobs", nargs="*", default=[*BUILT_IN, *architectures.ARCHITECTURES])
     parser.add_argument("--plans", nargs="*", default=PLANS)

@@ -1,13 +1,14 @@
-"""How the cost of castwise grows with the number of parameters, modules, regions and accumulated batches.
+"""Measure how the overhead of castwise grows with the number of parameters, modules, regions and accumulated batches.
 
-Models of many tiny parts on one thread of a CPU, so that hardly anything but calls takes time: parameters of 8 elements
-that two operators use, pairs of a linear layer and a GELU of width 8, such pairs of which some are regions in fp32, and an
-MLP whose gradients come from several batches. Each is trained by the loop of the README and by a loop written by hand that
-casts the same tensors: autocast (off where a region is, ``float()`` where the plan overrides GELU), GradScaler, low weights,
-or low weights beside fp32 copies that the optimizer updates. SGD with momentum and foreach kernels. The loop by hand has no
-guard against gradients that are not finite; castwise's is on, as by default. Steps of the two alternate, and ratios are
-formed within pairs. All times are those that the thread spends on a processor, so that other processes disturb them less;
-``prepare_s`` and ``close_s``, those of ``prepare`` and ``close``, are the best of three.
+The models have many tiny parts and run on one CPU thread, so that nearly all of the time is call overhead: parameters
+of 8 elements that two operators use, pairs of a linear layer and a GELU of width 8, such pairs of which some are fp32
+regions, and an MLP that accumulates the gradients of several batches. Each is trained by the loop of the README and
+by a hand-written loop that casts the same tensors: with autocast (disabled in regions, ``float()`` where the plan
+overrides GELU), GradScaler, low weights, or low weights with fp32 copies that the optimizer updates. The optimizer is
+SGD with momentum and foreach kernels. The hand-written loop does not check for non-finite gradients; castwise does,
+which is its default. Steps of the two alternate, and ratios are formed within pairs. All times are CPU times of the
+thread, which other processes affect less. ``prepare_s`` and ``close_s``, the seconds of ``prepare`` and ``close``,
+are the best of three.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ CASES = {
     "accumulations": (ACCUMULATIONS, (*PLANS, SCALED)),
 }
 SECONDS = 5.0
-"""How long one case is raced."""
+"""Seconds of measurement per case."""
 FEWEST, MOST = 6, 400
-"""The numbers of pairs of steps of a race."""
+"""The smallest and the largest number of pairs of steps in a race."""
 WARM = 4
-"""Steps before the race: some of the first look for mistakes."""
+"""Number of steps before the race, because castwise checks for mistakes in some of the first steps."""
 
 
 class Vectors(nn.Module):
@@ -57,19 +58,22 @@ class Vectors(nn.Module):
         self.vectors = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(size)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Every parameter at once, [parameters, 8]."""
+        """Return all parameters times ``x``, ``[parameters, 8]``."""
         return torch.stack([*self.vectors.parameters()]) * x
 
 
 class Pair(nn.Module):
-    """A linear layer and a GELU; ``by_hand`` says how the loop by hand casts: not, ``gelu`` in fp32, or ``region``."""
+    """A linear layer and a GELU.
+
+    ``by_hand`` selects what the hand-written loop computes in fp32: nothing, ``gelu``, or the whole pair (``region``).
+    """
 
     def __init__(self, by_hand: str = "") -> None:
         super().__init__()
         self.linear, self.by_hand = nn.Linear(WIDTH, WIDTH), by_hand
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One pair, [batch, 8] to [batch, 8]."""
+        """Map ``[batch, 8]`` to ``[batch, 8]``."""
         if self.by_hand == "region":
             with torch.autocast(x.device.type, enabled=False):
                 return nn.functional.gelu(self.linear(x.float()))
@@ -78,7 +82,7 @@ class Pair(nn.Module):
 
 
 def build(what: str, size: int, plan: str, hand: bool) -> nn.Module:
-    """The same weights for the loop by hand and for castwise's."""
+    """Build a model, with the same weights for the hand-written loop and for castwise's."""
     torch.manual_seed(0)
     if what == "parameters":
         return Vectors(size)
@@ -92,12 +96,12 @@ def build(what: str, size: int, plan: str, hand: bool) -> nn.Module:
 
 
 def sgd(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of every loop."""
+    """Return the optimizer that every loop uses."""
     return torch.optim.SGD(params, 1e-3, momentum=0.9, foreach=True)
 
 
 def by_castwise(model: nn.Module, x: torch.Tensor, times: int, plan: castwise.Plan) -> Loop:
-    """The loop of the README, with several backward passes in a step."""
+    """Return the loop of the README, with ``times`` backward passes per step."""
     optimizer = sgd(model.parameters())
     amp = castwise.Amp(plan, device=x.device)
     amp.prepare(model, optimizer)
@@ -114,7 +118,7 @@ def by_castwise(model: nn.Module, x: torch.Tensor, times: int, plan: castwise.Pl
 
 
 def by_hand(model: nn.Module, x: torch.Tensor, times: int, plan: castwise.Plan) -> Loop:
-    """The same arithmetic as users write it."""
+    """Return a loop with the same arithmetic, written as users write it."""
     dtype = torch.float16 if plan.compute == "fp16" else torch.bfloat16
     if plan.stores_low:
         model, x = model.to(dtype), x.to(dtype)
@@ -144,7 +148,7 @@ def by_hand(model: nn.Module, x: torch.Tensor, times: int, plan: castwise.Plan) 
 
 
 def training(what: str, size: int, line: str, device: torch.device, hand: bool) -> Loop:
-    """A loop that has made its first steps."""
+    """Return a loop that has already run its warm-up steps."""
     model = build(what, size, line, hand).to(device)
     x = torch.randn(4, 32 if what == "accumulations" else WIDTH, device=device)
     x = x[0] if what == "parameters" else x
@@ -156,7 +160,7 @@ def training(what: str, size: int, line: str, device: torch.device, hand: bool) 
 
 
 def race(what: str, size: int, line: str, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Steps by hand and by castwise in turns."""
+    """Race the hand-written loop and castwise's, step by step in turns."""
     loops = [training(what, size, line, device, hand) for hand in (True, False)]
     times: tuple[list[float], list[float]] = [], []
     end = time.monotonic() + seconds
@@ -180,7 +184,7 @@ def race(what: str, size: int, line: str, device: torch.device, seconds: float) 
 
 
 def preparing(size: int, line: str, device: torch.device) -> dict[str, float]:
-    """The seconds of ``prepare`` and ``close``, the best of three."""
+    """Return the seconds of ``prepare`` and ``close``, each the best of three."""
     prepared, closed = [], []
     for _ in range(3):
         model = Vectors(size).to(device)
@@ -225,7 +229,7 @@ def main() -> None:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """The name of a row's case."""
+    """Return the name of a row's case."""
     return "{size} {part} under {plan}".format(**row) if "size" in row else row["part"]
 
 

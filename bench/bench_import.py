@@ -1,9 +1,9 @@
-"""What ``import castwise`` adds to ``import torch``, in interpreters that have only just started.
+"""Measure the import time that ``import castwise`` adds to ``import torch``, in new interpreters.
 
-Each interpreter imports torch, and then castwise as far as a program does: the package by itself, the session that trains,
-every public name. Which of these comes first turns from round to round; what torch's own import takes, beside which they are
-judged, is from the same interpreters. ``cpu_ms`` is the processor's time of it, which other work on the machine moves less than the
-clock's. Bytecode is there already, as it is for any but the first import.
+Each interpreter imports torch and then one of three amounts of castwise: the package alone, ``castwise.Amp``, or
+every public name. The order of the three rotates from round to round. For comparison, the time of ``import torch`` is
+measured in the same interpreters. ``cpu_ms`` is the CPU time of the added import, which other work on the machine
+affects less than wall time. The bytecode is already compiled, as for every import but the first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SOURCE = str(Path(__file__).parent.parent / "src")
 
 
 def seconds(added: str) -> list[float]:
-    """What importing torch took in an interpreter, what ``added`` took after it, and the processor's time of that."""
+    """Return the seconds of ``import torch`` and of ``added`` in a new interpreter, and the CPU seconds of ``added``."""
     done = subprocess.run(
         [sys.executable, "-c", CODE.format(added=added)],
         env={**os.environ, "PYTHONPATH": SOURCE, "PYTHONDONTWRITEBYTECODE": ""},
@@ -49,7 +49,7 @@ def seconds(added: str) -> list[float]:
 
 
 def main() -> None:
-    """Measure, and write the rows."""
+    """Measure and write ``results/import-cpu.json``."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     chosen = parser.parse_args()

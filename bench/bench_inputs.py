@@ -1,7 +1,8 @@
-"""What it costs that inputs of a model pass unrounded where its operators cast for themselves.
+"""Measure the cost of leaving a model's inputs in fp32 and letting its operators cast them.
 
-A small convolutional network on images of digits under ``bf16-master``: inputs as they are, against the same batch that the
-loop rounds to bf16 in front of the model, as the border of the model did before. Blocks of steps are interleaved.
+A small convolutional network is trained on images of digits under ``bf16-master``. Fp32 inputs are compared with the
+same batch rounded to bf16 by the loop before the model, as castwise formerly did itself. Blocks of steps are
+interleaved.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PLAN = Plan.parse("bf16-master")
 
 
 def rounded(workload: Workload) -> Workload:
-    """The workload with the floating tensors of each batch cast to bf16 when the loss is computed."""
+    """Return the workload with the floating-point tensors of each batch cast to bf16 when the loss is computed."""
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         return workload.loss(model, cast_floating(batch, torch.bfloat16))

@@ -1,9 +1,10 @@
-"""What the precision lint finds, and what it reports where nothing is wrong.
+"""Count the faults that the precision lint finds and its false alarms.
 
-``found``: per rule, the faults that are found of those marked in the scripts of ``tests/bridges/scripts/lint/corpus``, written in
-the forms of public training scripts by writers who had not seen the lint. ``false``: findings that no mark explains, in these
-scripts, in sound scripts of the same kind, in Python's standard library and in the installed packages, of which the two largest are sampled. Files that contain
-neither torch nor a word of mixed precision are counted as files, but only read. ``seconds`` is the processor's time.
+``found``: for each rule, how many of the marked faults the lint finds in the scripts of
+``tests/bridges/scripts/lint/corpus``. These have the forms of public training scripts, and their authors had not seen
+the lint. ``false``: findings without a mark, in these scripts, in correct scripts of the same kind, in Python's
+standard library and in the installed packages, of which the two largest are sampled. Files that contain neither torch
+nor a word of mixed precision are counted as files but only read. ``seconds`` is CPU time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ EVERY = 8
 
 
 def corpus(folder: Path) -> list[dict[str, Any]]:
-    """Per rule, the marked faults and those that are found."""
+    """Return a row for each rule with the number of marked faults and of those that the lint finds."""
     rows = []
     for kind in (*kinds(), "sound"):
         begin = time.process_time()
@@ -44,7 +45,7 @@ def corpus(folder: Path) -> list[dict[str, Any]]:
 
 
 def library(name: str, paths: Sequence[Path]) -> dict[str, Any]:
-    """Findings in files in which there should be none."""
+    """Return a row with the number of findings in files that should have none."""
     begin, files, false = time.process_time(), 0, 0
     for path in paths:
         result = lint(path)

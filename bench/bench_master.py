@@ -1,7 +1,8 @@
-"""Parameters stored in bf16 with fp32 masters, against torch.autocast by hand, on a character-level GPT.
+"""Compare parameters stored in bf16 with fp32 masters to hand-written torch.autocast, on a character-level GPT.
 
-4 layers of width 384, both with fused AdamW; time from interleaved rounds, peak memory of one training step from torch's
-own allocator, each in a process of its own. ``by hand`` is the loop that PyTorch's documentation gives.
+The GPT has 4 layers of width 384, and all loops use fused AdamW. Times are from interleaved rounds. The peak memory
+of one training step is from torch's allocator, each in its own process. ``by hand`` is the loop of PyTorch's
+documentation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ MASTER = Plan.parse("bf16-master+optimizer=fused")
 
 
 def fused(parameters: object) -> torch.optim.Optimizer:
-    """The optimizer of every loop; at ten times the rate the loss rises once, and what follows depends on every rounding."""
+    """Return the optimizer that every loop uses.
+
+    At ten times this learning rate the loss rises once, and the later losses depend on every rounding error.
+    """
     return torch.optim.AdamW(parameters, 1e-4, weight_decay=0.01, fused=True)  # type: ignore[arg-type]
 
 

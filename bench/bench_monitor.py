@@ -1,13 +1,15 @@
-"""What a Monitor costs while it watches a training.
+"""Measure the overhead of a Monitor during training.
 
-On the dispatch-bound MLP of bench_overhead (6 layers of width 32, batch 8, SGD), where every microsecond of Python shows, and on the
-built-in 4-layer GPT, one thread each. Blocks of as many steps as lie between two samples are interleaved with and without a
-monitor at its defaults, so that each block holds one sample; ratios are formed within rounds, and the loop without one runs twice. What
-one sample costs by itself is seen with ``every=1``. An audit is timed by itself, behind a first one that makes the whole parity
-test, and spread over the steps between two.
+The models are the dispatch-bound MLP of bench_overhead (6 layers of width 32, batch 8, SGD), on which every
+microsecond of Python shows, and the built-in 4-layer GPT, with one thread each. Blocks with and without a monitor at
+its defaults are interleaved. A block has as many steps as lie between two samples, so each block contains one sample.
+Ratios are formed within rounds, and the loop without a monitor runs twice. ``every=1`` shows the cost of a single
+sample. Audits are timed alone, after a first audit that runs the whole parity test, and ``share`` spreads an audit
+over the steps between two audits.
 
-``--part changes`` instead trains a small classifier for 700 steps with a sudden change at step 300, or a collapse, and says at which step
-the first alarm was raised; sound trainings, such as with warm-up, decay to zero or a part unfrozen late, count false alarms.
+``--part changes`` instead trains a small classifier for 700 steps with a sudden change at step 300, and reports the
+step of the first alarm. Sound training runs, for example with warm-up, decay to zero or a layer that is unfrozen
+late, count false alarms.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ PLANS = ("bf16-mixed", "fp16-mixed")
 
 
 def mlp(device: torch.device, plan: str) -> tuple[castwise.Amp, Any, Callable[[], torch.Tensor], Any, Any]:
-    """Session, optimizer, the step's loss; loss and batches for audits."""
+    """Return the session, the optimizer, a function for the loss of a step, and the loss and batches for audits."""
     model, optimizer, x, y = build(device)
     amp = castwise.Amp(plan, device=device)
     amp.prepare(model, optimizer)
@@ -51,7 +53,7 @@ def mlp(device: torch.device, plan: str) -> tuple[castwise.Amp, Any, Callable[[]
 
 
 def gpt(device: torch.device, plan: str) -> tuple[castwise.Amp, Any, Callable[[], torch.Tensor], Any, Any]:
-    """The same of the built-in GPT."""
+    """Return the same for the built-in GPT."""
     workload = find_workload("gpt")
     model, optimizer, batch = start(workload, device, None)
     amp = castwise.Amp(plan, device=device)
@@ -60,7 +62,7 @@ def gpt(device: torch.device, plan: str) -> tuple[castwise.Amp, Any, Callable[[]
 
 
 def watched(make: Callable[..., Any], device: torch.device, plan: str, every: int | None) -> Loop:
-    """The loop of the README, with a monitor if ``every`` says so."""
+    """Return the loop of the README, with a monitor unless ``every`` is None."""
     amp, optimizer, loss_of, _, _ = make(device, plan)
     if every is not None:
         castwise.Monitor(amp, every=every)
@@ -68,7 +70,7 @@ def watched(make: Callable[..., Any], device: torch.device, plan: str, every: in
 
 
 def audits(make: Callable[..., Any], device: torch.device, plan: str) -> tuple[float, list[float]]:
-    """Seconds of the first audit, and of those after it."""
+    """Return the seconds of the first audit and of each later audit."""
     amp, optimizer, loss_of, loss, batches = make(device, plan)
     with castwise.Monitor(amp, loss=loss, batches=batches) as monitor:
         loop = readme_loop(amp, optimizer, loss_of)
@@ -82,7 +84,7 @@ def audits(make: Callable[..., Any], device: torch.device, plan: str) -> tuple[f
 
 
 def changes(budget: float | None) -> None:
-    """When changes are seen, and how many sound trainings raise an alarm; writes ``results/monitor-changes-cpu.json``."""
+    """Find when changes raise an alarm and how many sound runs do; write ``results/monitor-changes-cpu.json``."""
     with Results("monitor-changes", torch.device("cpu"), __doc__, budget) as results:
         for case, (run, _) in test_changes.TROUBLE.items():
             with results.part(case):
@@ -117,7 +119,7 @@ def main() -> None:
     with Results("monitor", device, __doc__, options.budget) as results:
         for number, ((name, make, unit), plan, kind) in enumerate(parts):
             if name == "GPT" and plan == "fp16-mixed" and device.type == "cpu":
-                continue  # a CPU computes fp16 products tens of times slower: nobody trains so
+                continue  # CPUs compute fp16 products tens of times slower, so nobody trains in fp16 on them
             with results.part(f"{name}, {plan}, {kind}"):
                 share = results.share(len(parts) - number)
                 if kind == "audit":

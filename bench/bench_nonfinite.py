@@ -1,10 +1,11 @@
-"""Does ``castwise.first_nonfinite`` find the operator that made NaN or infinities, its module and a cure?
+"""Test whether ``castwise.first_nonfinite`` finds the operator that produced NaN or infinities, its module and a cure.
 
-Cases are ``bench/nonfinite/makers.py``, models that make NaN or infinities in forward, backward, checkpoints, compiled code, custom
-functions, losses, data, buffers and parameters, each with the truth written from its code; sound models, whose infinities are
-meant and go away; and the planted failures of ``bench/planted`` that are not finite under ``fp16-mixed`` at a loss scale of 1,
-which leaves out what the loss scale alone does. Right is a row whose kind, operator, module and phase are all right, and
-that says nothing of sound ones. Where a plan cures a case, it has to be found, and the run is made once more under it.
+There are three kinds of cases. The models of ``bench/nonfinite/makers.py`` produce NaN or infinities in forward,
+backward, checkpoints, compiled code, custom functions, losses, data, buffers and parameters; the right answer was
+written from the code of each case. Sound models have intended infinities that disappear again. The planted failures
+of ``bench/planted`` become non-finite under ``fp16-mixed`` at a loss scale of 1, which excludes the effects of the
+loss scale. A row is ``right`` if the kind, operator, module and phase are all right, or if nothing is reported for a
+sound model. If a plan cures a case, the plan must be found, and the case is run again under it.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ PLANTED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("held-out", "attention-mask"): (("mul", "_softmax"), "forward"),
     ("held-out", "softplus"): (("exp",), "forward"),
 }
-"""Of the planted cases those that are not finite in fp16, with the operator and phase, read from their code.
+"""The planted cases that become non-finite in fp16, with the operators and the phase, read from their code.
 
-``global-response`` is none of them: its sum leaves fp16, and the quotient by it is 0."""
+``global-response`` is not among them: its sum overflows fp16, and dividing by the infinity gives 0."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case with its truth.
+    """A case and its right answer.
 
     Attributes:
-        suite: Where it comes from.
-        maker: The truth.
+        suite: The suite that the case belongs to.
+        maker: The model and the right answer.
     """
 
     suite: str
@@ -116,7 +117,7 @@ def _row(case: Case) -> dict[str, Any]:
 def _finite(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, plan: castwise.Plan
 ) -> bool:
-    """Whether a plain step of a training under a plan, as users write it, has a finite loss and finite gradients."""
+    """Return whether an ordinary training step under a plan has a finite loss and finite gradients."""
     with castwise.Amp(plan, device="cpu") as amp:
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(parameters, lr=0.0)
@@ -128,7 +129,7 @@ def _finite(
 
 
 def main() -> None:
-    """Ask about every case."""
+    """Run ``first_nonfinite`` on every case and write ``results/nonfinite-cpu.json``."""
     options = arguments(__doc__).parse_args()
     with Results("nonfinite", torch.device("cpu"), __doc__, options.budget) as results:
         for case in (

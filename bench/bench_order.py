@@ -1,11 +1,13 @@
-"""Two ways to measure less noise: who follows whom in a round, and which rounds of a start count.
+"""Compare two ways to reduce noise: the order of runs within a round, and the choice of rounds of a start that count.
 
-fp32, one-line autocast and three runs that keep memory, of which two are copies of one plan, train in turns in processes of
-their own, started anew ``STARTS`` times in each of two orders: ``cyclic``, in which everybody always has the same neighbours,
-and ``balanced``, that of ``castwise.lab.timing.timing.turn``. ``copies`` is how many times as long the second copy takes as the
-first, with its interval over starts: 1, were it not for whom it follows. ``sd`` is the standard deviation between starts of the
-logarithm of a ratio, by the median over rounds of the ratios, and by the times that ``castwise.lab.timing.stats.restarts`` takes,
-the means of the faster halves: of the copies, and of fp32 over them.
+Five runs train in turns, each in its own process: fp32, one-line autocast, and three that keep host memory, of which
+two are copies of one plan. They are restarted ``STARTS`` times in each of two orders: ``cyclic``, in which each run
+always has the same neighbours, and ``balanced``, the order of ``castwise.lab.timing.timing.turn``. ``copies`` is the
+time of the second copy divided by that of the first, with its interval over starts; it would be 1 if the preceding
+run had no effect. The ``sd`` columns are standard deviations between starts of the logarithm of a ratio of times:
+``sd_kept`` for pairs of the runs that keep memory, ``sd_fp32`` for fp32 over each of these runs. With ``_median``,
+the ratio of a start is the median over its rounds; without, it is the ratio of the means of the faster halves, as
+``castwise.lab.timing.stats.restarts`` computes it.
 """
 
 from __future__ import annotations
@@ -34,23 +36,23 @@ Order = Callable[[int, int], list[int]]
 
 
 def cyclic(count: int, number: int) -> list[int]:
-    """Everybody moves up by one in each round, and every second round is run backwards."""
+    """Return an order that is rotated by one in each round and reversed in every second round."""
     order = [(number + place) % count for place in range(count)]
     return order if number % 2 == 0 else order[::-1]
 
 
 def by_median(one: Sequence[float], other: Sequence[float]) -> float:
-    """The logarithm of the ratio of two runs in a start, as the median over its rounds."""
+    """Return the logarithm of the ratio of two runs in a start, as the median over its rounds."""
     return statistics.median(math.log(a / b) for a, b in zip(one, other, strict=True))
 
 
 def by_restarts(one: Sequence[float], other: Sequence[float]) -> float:
-    """The same as the final takes it."""
+    """Return the logarithm of the same ratio, as the last stage of a search computes it."""
     return math.log(stats.restarts([[one], [other]])[0, 1].value)
 
 
 def measure(workload: str, line: str, order: Order, device: torch.device) -> dict[str, Any]:
-    """What all starts in one order give."""
+    """Run all starts in one order and return the columns of their row."""
     made = ARCHITECTURES[workload]() if workload in ARCHITECTURES else workload
     copy, other = (Plan.parse(f"{name}{line}{KEPT}") for name in ("bf16-mixed", "bf16-master"))
     plans = [Plan.preset("fp32"), Plan.preset("bf16-mixed"), copy, copy, other]
@@ -77,7 +79,7 @@ def measure(workload: str, line: str, order: Order, device: torch.device) -> dic
 
 
 def main() -> None:
-    """Write ``results/order-<device>.json``."""
+    """Measure and write ``results/order-<device>.json``."""
     given = arguments(__doc__).parse_args()
     device = torch.device(given.device)
     with Results("order", device, __doc__, given.budget) as results:

@@ -1,8 +1,9 @@
-"""What one overridden operator costs, in microseconds per call on 4x4 tensors, one thread on a CPU.
+"""Measure the overhead of one overridden operator, in microseconds per call on 4x4 tensors, with one CPU thread.
 
-Measured with gradients off, so that the operator and its dispatch are all there is. For each place the operator is
-timed against the same call without castwise: in the region of the plan, in a torch.autocast region while the plan is
-live, outside any region while it is live, and after it was closed; and so is an operator that is not overridden.
+Gradients are off, so that only the operator and its dispatch are timed. Each operator is compared with the same call
+without castwise in four places: inside the plan's autocast region, in a torch.autocast region while the plan is
+active, outside any region while the plan is active, and in a torch.autocast region after the plan was closed. An
+operator that is not overridden is measured as well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common import write
 
 
 def loop_us(function: Callable[[], Any], calls: int) -> float:
-    """Mean time of one call, in microseconds."""
+    """Return the mean time of one call, in microseconds."""
     start = time.perf_counter()
     for _ in range(calls):
         function()

@@ -1,12 +1,14 @@
-"""What castwise costs, and what it sends, where several processes train together.
+"""Measure the overhead and the communication of castwise in distributed training.
 
 ``overhead``: a dispatch-bound MLP (6 layers of width 32, 8 samples per process, SGD, one thread) under
-DistributedDataParallel with GradScaler by hand, and with castwise, whose ranks need not ask each other there; blocks of
-steps are interleaved, all processes start each block together, and a block's time is that of the slowest.
-``agreement``: the same model where ranks can differ, with and without the one message per step, clipped and not.
-``wire``: bytes that one process hands to collectives in one step of a small GPT, per layout and plan, and bytes that it
-holds in weights, masters, gradients and Adam's state.
-``scaling``: the time of a step of that GPT at one global batch, by number of processes.
+DistributedDataParallel, with hand-written GradScaler and with castwise, whose ranks need no extra message there.
+Blocks of steps are interleaved, all processes start each block together, and the time of a block is that of the
+slowest process.
+``agreement``: the same model in a setting in which gradients can differ between ranks, with and without the one
+message per step by which ranks agree, and with and without gradient clipping.
+``wire``: bytes that one process passes to collectives in one step of a small GPT, by layout and plan, and bytes
+that it holds in weights, masters, gradients and Adam's state.
+``scaling``: the time of a step of that GPT at a fixed global batch size, by number of processes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ PLANS = ("fp32", "bf16-mixed", "bf16-master", "bf16-true")
 
 
 def by_hand(device: torch.device) -> Loop:
-    """DistributedDataParallel and GradScaler as PyTorch's documentation has them."""
+    """Return a loop with DistributedDataParallel and GradScaler, as in PyTorch's documentation."""
     model, optimizer, x, y = build(device)
     ddp = nn.parallel.DistributedDataParallel(model)
     scaler = torch.amp.GradScaler(device.type)
@@ -61,7 +63,7 @@ def by_hand(device: torch.device) -> Loop:
 
 
 def by_castwise(device: torch.device) -> Loop:
-    """The same by castwise."""
+    """Return the same loop with castwise instead of GradScaler."""
     model, optimizer, x, y = build(device)
     amp = castwise.Amp("fp16-mixed", device=device)
     amp.prepare(model, optimizer)
@@ -71,7 +73,7 @@ def by_castwise(device: torch.device) -> Loop:
 
 
 def agreeing(device: torch.device, max_norm: float | None, asks: bool) -> Loop:
-    """No wrapper: nothing is averaged, and ranks ask each other unless each acts alone."""
+    """Return a loop without a wrapper, so that no gradient is averaged; the ranks communicate if ``asks`` is true."""
     model, optimizer, x, y = build(device)
     amp = castwise.Amp("fp16-mixed", device=device, group=None if asks else ALONE)
     amp.prepare(model, optimizer)
@@ -90,7 +92,7 @@ def agreeing(device: torch.device, max_norm: float | None, asks: bool) -> Loop:
 def compare(
     part: str, loops: list[tuple[str, Loop]], rounds: int, steps: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Race loops on all ranks at once, against the first of them."""
+    """Race loops on all ranks at once; the first loop is the baseline."""
     with lockstep("bench_parallel") as ranks:
         laps = race(loops, rounds=rounds, steps=steps, device=device, ranks=ranks)
     check_losses_agree({name: loop.losses[-1] for name, loop in loops}, relative=0.02)
@@ -115,27 +117,27 @@ def compare(
 
 
 class Wire(TorchDispatchMode):
-    """Bytes that this process hands to collectives and sends, by operator."""
+    """A counter of the bytes that this process passes to collectives and sends, by operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[str, int] = defaultdict(int)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, then go on."""
+        """Count the bytes of a collective, then run the operator."""
         name = str(func)
         if name.startswith(("c10d", "_c10d")) and "wait" not in name and "barrier" not in name:
             tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
             if (
                 "gather" in name or "scatter" in name
-            ):  # the whole and a piece of it: the whole is what travels
+            ):  # the arguments are the whole tensor and a shard; count the whole
                 tensors = [max(tensors, key=lambda t: t.numel())]
             self.bytes[name.split(".")[1]] += sum(t.numel() * t.element_size() for t in tensors)
         return func(*args, **(kwargs or {}))
 
 
 def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this process's weights, masters, gradients and optimizer state; memory that two share counts once."""
+    """Return the bytes of this process's weights, masters, gradients and optimizer state; shared memory counts once."""
     tensors: list[Any] = list(model.parameters())
     tensors += [p for group in optimizer.param_groups for p in group["params"]]
     tensors += [p.grad for p in tensors if p.grad is not None]
@@ -149,7 +151,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def gpt_step(
     layout: str, plan: str, hook: str | None, device: torch.device
 ) -> tuple[Callable[[], None], Callable[[], int], int]:
-    """A step of the GPT on a layout over all ranks, what this process holds, and the number of parameters."""
+    """Return a step of the GPT on a layout, a function for the bytes that this process holds, and the parameter count."""
     workload = find_workload(GPT)
     torch.manual_seed(0)
     model = workload.model().to(device)
@@ -180,7 +182,7 @@ def gpt_step(
 
 
 def wire(device: torch.device) -> list[dict[str, Any]]:
-    """Bytes per step, per layout and plan."""
+    """Return a row for each layout and plan with the bytes per step."""
     rows = []
     cases = [("ddp", plan, None) for plan in PLANS] + [("ddp", "bf16-mixed", "bf16")]
     cases += [("fsdp", plan, None) for plan in PLANS]
@@ -207,7 +209,7 @@ def wire(device: torch.device) -> list[dict[str, Any]]:
 
 
 def scaling(device: torch.device) -> list[dict[str, Any]]:
-    """Time of a step at one global batch."""
+    """Return a row for each layout and plan with the time of a step at a fixed global batch size."""
     rows = []
     for layout in ("ddp", "fsdp"):
         for plan in ("fp32", "bf16-mixed"):
@@ -238,7 +240,7 @@ def scaling(device: torch.device) -> list[dict[str, Any]]:
 
 
 def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None:
-    """All that one number of processes can tell."""
+    """Run all measurements for one number of processes."""
     torch.set_num_threads(1)
     device = torch.device(options.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -260,7 +262,7 @@ def work(rank: int, size: int, folder: str, options: argparse.Namespace) -> None
     if rank == 0:
         torch.save(rows, f"{folder}/rows.pt")
     dist.barrier()
-    os._exit(0)  # gloo's own teardown aborts now and then
+    os._exit(0)  # gloo's own teardown sometimes aborts
 
 
 def main() -> None:

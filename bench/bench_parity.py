@@ -1,12 +1,13 @@
-"""The gradient parity test held to the truth: false alarms on healthy plans, misses on planted failures.
+"""Count the errors of the gradient parity test: false alarms on healthy plans and misses on planted failures.
 
-Healthy trials are bf16-mixed and fp16-mixed on models that train well in them: fresh, and late in training where the noise
-of the data is all that is left, with microbatches of one sample and of many. An alarm is the verdict ``fail``. Planted
-failures are those of ``bench/planted`` in the formats in which training shows them; a miss is the verdict ``pass``. Two cases
-that cannot be decided - a loss that is not deterministic, and a model whose fp32 gradient is rounding already - must be
-``undecided`` with every seed. Two more are counted beside them without a right answer being claimed for the second: the same
-model where fp32 does resolve its gradient and bf16 does not, which must ``fail``, and a chaotic map, whose fp32 gradient
-repeats in part, so that its floor lies about the line and the verdict depends on the seed.
+Healthy trials are bf16-mixed and fp16-mixed on models that train well in them, with microbatches of one sample and of
+many. The models are new, or late in training, when little but the noise of the data is left. A false alarm is the
+verdict ``fail``. Planted failures are those of ``bench/planted``, in the formats in which training shows them; a miss
+is the verdict ``pass``. Two cases cannot be decided and must be ``undecided`` with every seed: a loss that is not
+deterministic, and a model whose fp32 gradient is only rounding error. Two more are counted. The same model with a
+factor at which fp32 resolves the gradient and bf16 does not must ``fail``. A chaotic map has no right answer: only
+part of its fp32 gradient is repeatable, so its fp32 error is close to the threshold, and the verdict depends on the
+seed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from common import write
 from planted.cases import CASES
 
 SEEDS = 10
-"""Of each case that cannot be decided."""
+"""Number of seeds for each case that cannot be decided."""
 
 
 def _adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -41,7 +42,7 @@ def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _points(
     size: int, shape: tuple[int, ...], noise: float
 ) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
-    """Ten classes around prototypes; ``noise`` of the labels are wrong, so that late in training noise is left."""
+    """Return batches of ten classes around prototypes; a share ``noise`` of the labels is random, so that noise remains."""
     prototypes = torch.randn(10, *shape, generator=torch.Generator().manual_seed(5))
 
     def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,7 +57,7 @@ def _points(
 
 
 class Recurrent(nn.Module):
-    """An LSTM and what reads its last state."""
+    """An LSTM and a linear layer on its last state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Answer ``[batch, 10]``."""
+        """Return logits ``[batch, 10]``."""
         return self.head(self.lstm(x)[0][:, -1])
 
 
@@ -82,7 +83,7 @@ def _conv() -> nn.Module:
 
 
 def healthy(size: int) -> list[Workload]:
-    """Sound models, with microbatches of ``size`` samples."""
+    """Return sound workloads with microbatches of ``size`` samples."""
     made = [
         Workload("mlp", _mlp, _adam, _points(size, (32,), 0.2), _classify),
         Workload("conv", _conv, _adam, _points(size, (3, 8, 8), 0.2), _classify),
@@ -93,7 +94,7 @@ def healthy(size: int) -> list[Workload]:
 
 
 def trained(workload: Workload, seed: int, steps: int) -> nn.Module:
-    """The model after some fp32 steps."""
+    """Return the model after some fp32 steps."""
     torch.manual_seed(seed)
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
@@ -106,7 +107,7 @@ def trained(workload: Workload, seed: int, steps: int) -> nn.Module:
 
 
 def false_alarms(seeds: int) -> list[dict[str, object]]:
-    """Verdicts on healthy trials."""
+    """Return the verdicts on healthy trials."""
     rows = []
     for size, steps in itertools.product((1, 32), (0, 400)):
         for workload in healthy(size):
@@ -131,7 +132,7 @@ def false_alarms(seeds: int) -> list[dict[str, object]]:
 
 
 def misses() -> list[dict[str, object]]:
-    """Verdicts on planted failures and on their twins."""
+    """Return the verdicts on planted failures and on their sound twins."""
     rows = []
     for case, sound, low in itertools.product(CASES, (False, True), ("bf16", "fp16")):
         if not sound and low not in case.formats:
@@ -151,10 +152,10 @@ def misses() -> list[dict[str, object]]:
 
 
 class Phase(nn.Module):
-    """The sine of a large angle: fp32's last place, times ``factor``, is what is left of it.
+    """The sine of an output times a large ``factor``, which also multiplies the output's rounding error.
 
-    At 1e8 a step of one unit in the last place turns the angle by several radians, in fp32 too; at 1e6 fp32 resolves it
-    and bf16 does not.
+    With a factor of 1e8, one unit in the last place changes the angle by several radians even in fp32. With 1e6, fp32
+    resolves the angle and bf16 does not.
     """
 
     def __init__(self, factor: float) -> None:
@@ -163,19 +164,19 @@ class Phase(nn.Module):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        """Answer ``[batch, 10]``."""
+        """Return logits ``[batch, 10]``."""
         return torch.sin(self.factor * self.body(x).float())
 
 
 class Chaotic(nn.Module):
-    """Forty steps of a chaotic map. In fp32 its gradient repeats in part only; in bf16 orbits are caught at zero."""
+    """Forty steps of a chaotic map. In fp32 only part of its gradient is repeatable; in bf16 orbits get stuck at zero."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = _mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Answer ``[batch, 10]``."""
+        """Return logits ``[batch, 10]``."""
         y = torch.sigmoid(self.body(x))
         for _ in range(40):
             y = 3.99 * y * (1.0 - y)
@@ -183,7 +184,7 @@ class Chaotic(nn.Module):
 
 
 def undecidable() -> list[dict[str, object]]:
-    """Cases that no honest test can decide, and their neighbours."""
+    """Return the verdicts on cases that no test can decide, and on two similar cases."""
     count = itertools.count()
 
     def restless(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -218,7 +219,7 @@ def undecidable() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Run all three."""
+    """Run all three parts and write ``results/parity-cpu.json``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--seeds", type=int, default=12)

@@ -1,12 +1,13 @@
-"""castwise beside hand-written torch.amp, Accelerate, Lightning Fabric and the Hugging Face Trainer.
+"""Compare castwise with hand-written torch.amp, Accelerate, Lightning Fabric and the Hugging Face Trainer.
 
-Each trains the same model from the same weights on the same batches, in bf16 where it is told a format: torch.autocast around
-forward and loss by hand; each library as its own documentation has it written, with nothing but its precision switched on;
-``castwise.Amp("bf16-mixed")``; and castwise with the plan that its tuner finds first, which may be any format. fp32 by hand is what
-all are compared with. Each runs in a process of its own, one at a time, in blocks of steps whose order changes from round to round;
-all are started several times, and ratios are of medians over rounds, with Student's interval over starts. ``mlp`` is bound by
-Python, so what a library costs shows there. ``loss`` is the mean of the last ten of the steps that all take before anything is
-timed; ``peak_mib`` the most memory: of the process on a CPU, allocated by torch on a GPU.
+Each trains the same model from the same weights on the same batches, all in bf16 except for the last: hand-written
+torch.autocast around forward and loss; each library as in its own documentation, with only its precision option set;
+``castwise.Amp("bf16-mixed")``; and castwise with the plan that its tuner finds first, in whatever format. All are
+compared with hand-written fp32 and torch.autocast. Each runs in its own process, one at a time, in blocks of steps
+whose order changes from round to round. All are started several times. Ratios are those of
+``castwise.lab.timing.stats.restarts``, with Student's t interval over starts. ``mlp`` is bound by Python, so it shows
+the overhead of a library. ``loss`` is the mean loss of the last ten steps before the first timed step. ``peak_mib``
+is the peak memory: of the process on a CPU, allocated by torch on a GPU.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from common import RESULTS, Results, arguments
 LIBRARIES = ("accelerate", "lightning", "transformers")
 IMPORTS = {"Accelerate": "accelerate", "Fabric": "lightning.fabric", "Trainer": "transformers.trainer"}
 FIRST, LAST = 30, 10
-"""Steps before anything is timed, and those of them whose mean loss is told."""
+"""Number of steps before the first timed step, and of the last of these whose mean loss is reported."""
 BLOCK_S = 0.3
 
 
 def mlp() -> Workload:
-    """The dispatch-bound job of bench_overhead."""
+    """Return the dispatch-bound job of bench_overhead."""
 
     def model() -> nn.Module:
         layers = [layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.ReLU())]
@@ -62,17 +63,17 @@ def mlp() -> Workload:
 
 
 def workload_of(name: str) -> Workload:
-    """By its name here."""
+    """Return the workload of this name."""
     own: dict[str, Callable[[], Workload]] = {"mlp": mlp, **ARCHITECTURES}
     return own[name]() if name in own else find_workload(name)
 
 
 class Enough(BaseException):
-    """A process has been told to end."""
+    """The signal that ends the training of a process."""
 
 
 class Gate:
-    """Counts steps, and tells what each block of them took."""
+    """A step counter that sends the time of each block of steps to the parent process."""
 
     def __init__(self, pipe: Connection, device: torch.device) -> None:
         self._pipe, self._device = pipe, device
@@ -81,7 +82,7 @@ class Gate:
         self._since = time.perf_counter()
 
     def __call__(self, loss: Tensor) -> None:
-        """A step was made; before it the loss was this."""
+        """Count a step with this loss; at the end of a block, send its time and wait for the size of the next."""
         if len(self._losses) < FIRST:
             self._losses.append(loss.detach())
         self._left -= 1
@@ -99,7 +100,7 @@ class Gate:
     def _peak(self) -> float:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) / 2**20
-        status = Path("/proc/self/status").read_text()  # ru_maxrss begins at what the parent held
+        status = Path("/proc/self/status").read_text()  # ru_maxrss starts at the parent's memory
         return int(status.split("VmHWM:")[1].split()[0]) / 2**10
 
 
@@ -119,7 +120,7 @@ def _on(device: torch.device, batch: Any) -> Any:
 
 
 def by_hand(dtype: torch.dtype | None) -> Way:
-    """The loop that PyTorch's documentation writes."""
+    """Return the loop of PyTorch's documentation."""
 
     def train(job: Workload, device: torch.device, gate: Gate) -> None:
         model, optimizer, batches = _parts(job, device)
@@ -135,7 +136,7 @@ def by_hand(dtype: torch.dtype | None) -> Way:
 
 
 def with_accelerate(job: Workload, device: torch.device, gate: Gate) -> None:
-    """Accelerate."""
+    """Train with Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu")
@@ -150,7 +151,7 @@ def with_accelerate(job: Workload, device: torch.device, gate: Gate) -> None:
 
 
 def with_fabric(job: Workload, device: torch.device, gate: Gate) -> None:
-    """Lightning Fabric."""
+    """Train with Lightning Fabric."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
@@ -166,7 +167,7 @@ def with_fabric(job: Workload, device: torch.device, gate: Gate) -> None:
 
 
 def with_trainer(job: Workload, device: torch.device, gate: Gate) -> None:
-    """The Hugging Face Trainer."""
+    """Train with the Hugging Face Trainer."""
     import tempfile
 
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -195,7 +196,7 @@ def with_trainer(job: Workload, device: torch.device, gate: Gate) -> None:
 
 
 def with_castwise(plan: str) -> Way:
-    """This library."""
+    """Return a loop with castwise under a plan."""
 
     def train(job: Workload, device: torch.device, gate: Gate) -> None:
         model, optimizer, batches = _parts(job, device)
@@ -212,7 +213,7 @@ def with_castwise(plan: str) -> Way:
 
 
 def ways(tuned: str) -> dict[str, Way]:
-    """By name."""
+    """Return the training loops by name."""
     return {
         "fp32": by_hand(None), "torch.amp": by_hand(torch.bfloat16), "Accelerate": with_accelerate, "Fabric": with_fabric,
         "Trainer": with_trainer, "castwise bf16-mixed": with_castwise("bf16-mixed"), "castwise tuned": with_castwise(tuned),
@@ -220,7 +221,7 @@ def ways(tuned: str) -> dict[str, Way]:
 
 
 def child(pipe: Connection, workload: str, way: str, tuned: str, device: str, threads: int) -> None:
-    """One process: imports, then trains until it is told to end."""
+    """Import the library, then train until the parent process ends the training."""
     torch.set_num_threads(threads)
     if way in IMPORTS:
         importlib.import_module(IMPORTS[way])
@@ -232,7 +233,7 @@ def child(pipe: Connection, workload: str, way: str, tuned: str, device: str, th
 
 
 class Started:
-    """A process, and what it has told."""
+    """A process that trains, and its last message."""
 
     def __init__(self, *given: Any) -> None:
         self._pipe, there = multiprocessing.Pipe()
@@ -244,23 +245,23 @@ class Started:
         self.last: dict[str, Any] = {}
 
     def wait(self) -> None:
-        """Until it has imported all; they do so at once."""
+        """Wait until the process has imported its library; all processes import at the same time."""
         self._pipe.recv()
 
     def begin(self) -> None:
-        """Its first steps, which others' would hold up."""
+        """Run the first steps, which would be slowed down by those of other processes."""
         self._pipe.send("go")
         self.last = self._pipe.recv()
 
     def run(self, steps: int) -> float:
-        """Seconds per step."""
+        """Run a block of steps and return the seconds per step."""
         self._pipe.send(steps)
         self.last = self._pipe.recv()
         seconds: float = self.last["seconds"]
         return seconds
 
     def end(self) -> None:
-        """Let it go."""
+        """End the process."""
         self._pipe.send(0)
         self._process.join(30)
         self._process.kill()
@@ -269,7 +270,7 @@ class Started:
 def measure(
     name: str, device: torch.device, starts: int, rounds: int, budget_s: float
 ) -> list[dict[str, Any]]:
-    """The rows of one workload."""
+    """Measure one workload and return its rows."""
     job = workload_of(name)
     found = castwise.tune(job, device=device, budget_s=budget_s, progress=True)
     tuned = str(found.plan)
@@ -315,7 +316,7 @@ def measure(
 
 
 def main() -> None:
-    """Write ``results/peers-<device>.json``; with ``--keep`` the rows of other workloads that it has stay."""
+    """Measure and write ``results/peers-<device>.json``; with ``--keep`` the file's rows of other workloads stay."""
     parser = arguments(__doc__)
     parser.add_argument(
         "--workloads", default=",".join(["mlp", "gpt", "digits", "sine?size=128", *ARCHITECTURES])
@@ -323,7 +324,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--tune-seconds", type=float, default=60.0)
-    parser.add_argument("--keep", action="store_true", help="rows of other workloads that the file has")
+    parser.add_argument("--keep", action="store_true", help="keep the file's rows of other workloads")
     given = parser.parse_args()
     device = torch.device(given.device)
     names = given.workloads.split(",")

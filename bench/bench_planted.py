@@ -1,13 +1,14 @@
-"""Planted failures: does the search find the one fragile place of a model, and leave sound ones alone?
+"""Test whether the search finds the one fragile module of a model and keeps no sound module in fp32.
 
-Every case is searched with ``goal="numerics"``, for bf16 and for fp16 apart, so that speed cannot hide the answer; so is
-its sound twin. A plan is then judged by training it against fp32, by a judge that shares no code with the search. Counted
-are: plans that fail the judge; planted places that were kept in fp32, where the case is fragile in that format; and regions
-that were kept though they are sound. ``parity`` is asked about the low format everywhere too.
+Every case and its sound twin are searched with ``goal="numerics"``, for bf16 and for fp16 separately, so that speed
+cannot hide the answer. The plan is then trained against fp32 and judged by code that the search does not use. The
+counts are: plans that fail in training; planted modules that were kept in fp32, if the case is fragile in that
+format; and sound modules that were kept in fp32. ``parity`` also tests the low format applied to the whole model.
 
-There are three suites. ``first`` (``bench/planted/cases.py``, ``judge.py``) was written after the search, beside it;
-``held-out`` (``models.py``, ``paired.py``), with a stricter judge, was committed before any search or test had run on it.
-``discrete`` (``discrete.py``, judged likewise) plants its faults in random draws, indices and masks.
+There are three suites. ``first`` (``bench/planted/cases.py``, ``judge.py``) was written after the search and
+alongside it. ``held-out`` (``models.py``, ``paired.py``), with a stricter judge, was committed before any search or
+test had run on it. ``discrete`` (``discrete.py``, with the same judge) plants its faults in random draws, indices and
+masks.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class Subject:
 
     Attributes:
         suite: ``first``, ``held-out`` or ``discrete``.
-        name: Of the case.
-        formats: In which training shows the place.
-        fragile: Path of the place.
+        name: Name of the case.
+        formats: The formats in which training fails because of the fragile module.
+        fragile: Path of the fragile module.
         others: Paths of the modules that no plan needs to exempt.
-        make: The workload, sound or not.
-        reference: fp32's training, for ``fails``.
-        fails: Whether a plan fails in training, its loss, fp32's and the margin.
+        make: Makes the workload, sound or not.
+        reference: Trains in fp32; the result is an argument of ``fails``.
+        fails: Returns whether a plan fails in training, its loss, fp32's loss and the margin.
     """
 
     suite: str
@@ -53,7 +54,7 @@ class Subject:
 
 
 def subjects(suite: str) -> Iterator[Subject]:
-    """The cases of a suite."""
+    """Yield the cases of a suite."""
 
     def first(workload: Workload, plan: Plan, base: object) -> dict[str, object]:
         assert isinstance(base, list)
@@ -85,7 +86,7 @@ def subjects(suite: str) -> Iterator[Subject]:
 
 
 def kept(subject: Subject, plan: Plan) -> set[str]:
-    """Modules of the suite's list that a plan keeps in fp32."""
+    """Return the modules of a case that a plan keeps in fp32."""
     paths = {subject.fragile, *subject.others}
     if plan.compute == "fp32":
         return paths
@@ -101,7 +102,7 @@ def kept(subject: Subject, plan: Plan) -> set[str]:
 
 
 def run(subject: Subject, sound: bool, low: str, base: object) -> dict[str, object]:
-    """Search one model in one format, and judge what comes of it."""
+    """Search one model in one format, and judge the plan that the search chooses."""
     workload = subject.make(sound)
     result = castwise.tune(workload, goal="numerics", formats=(low,), device="cpu", memory=False)
     exempted = kept(subject, result.plan)
@@ -113,7 +114,7 @@ def run(subject: Subject, sound: bool, low: str, base: object) -> dict[str, obje
     found = castwise.parity(
         workload.model(), workload.loss, workload.batches, everywhere, optimizer=workload.optimizer
     )
-    own = set() if sound else {subject.fragile}  # a twin's place is sound too
+    own = set() if sound else {subject.fragile}  # in a twin this module is sound too
     return {
         "suite": subject.suite,
         "case": subject.name,
@@ -134,7 +135,7 @@ def run(subject: Subject, sound: bool, low: str, base: object) -> dict[str, obje
 
 
 def summary(suite: str, rows: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Counts over a suite."""
+    """Return the counts over a suite."""
     fragile = [row for row in rows if row["fragile"]]
     twins = [row for row in rows if row["twin"] == "sound"]
     return {
@@ -154,11 +155,11 @@ def summary(suite: str, rows: Sequence[dict[str, object]]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run suites; the rows of others in the result file stay."""
+    """Run suites; the rows of other suites in the result file stay."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--suite", default="first,held-out,discrete", help="names, between commas")
-    parser.add_argument("--only", default="", help="names of cases, between commas; then nothing is written")
+    parser.add_argument("--suite", default="first,held-out,discrete", help="comma-separated names")
+    parser.add_argument("--only", default="", help="comma-separated names of cases; nothing is written")
     options = parser.parse_args()
     if options.device != "cpu":
         return  # the suites are about formats, not devices

@@ -1,9 +1,11 @@
-"""Whether a race in one process tells what processes of their own tell: of two storages, and of one.
+"""Compare timing in one process with timing in separate processes.
 
-Three plans that keep memory are raced as the tuner's race does, all in one process, and as its final does, each in a process of
-its own that is started anew ``STARTS`` times: bf16 by autocast (with what makes it fast on the job), the same with losses that
-follow their inputs, and bf16 parameters with fp32 masters. ``storage`` is how many times as long autocast takes as masters,
-``losses`` how many times as long as with such losses, each with its interval, in the race and apart.
+Three plans that keep host memory are timed in two ways: in one process, as in the race of a search, and each in its
+own process that is restarted ``STARTS`` times, as in the last stage of a search. The plans are bf16 by autocast (with
+the option that makes it fast on the job), the same with the loss computed in the format of its inputs, and bf16
+parameters with fp32 masters. ``storage`` is the time of autocast divided by that of masters. ``losses`` is the time
+of autocast divided by that with the loss in the format of its inputs. Each has its interval, for one process
+(``race``) and for separate ones (``apart``).
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ PAIRS = {"storage": (0, 1), "losses": (0, 2)}
 
 
 def interval(ratio: stats.Ratio) -> list[float]:
-    """A ratio as rows have it."""
+    """Return a ratio and the ends of its interval."""
     return [ratio.value, ratio.low, ratio.high]
 
 
 def main() -> None:
-    """Write ``results/race-<device>.json``."""
+    """Measure and write ``results/race-<device>.json``."""
     given = arguments(__doc__).parse_args()
     device = torch.device(given.device)
     with Results("race", device, __doc__, given.budget) as results:

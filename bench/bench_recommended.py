@@ -1,12 +1,14 @@
-"""Every recommendation trained to its end beside fp32: is any of them worse?
+"""Train every recommended plan and compare its loss with fp32's.
 
-Each built-in workload and each architecture of transformers is searched under each goal (``time``, ``memory``, and ``numerics`` in
-bf16), and the plan that is recommended is trained beside fp32 from the same weights on the same batches, with several seeds: runs
-of one seed part by chance. ``worse_by`` is how much higher its mean loss of the last fifth is, as a share of what fp32's loss
-falls, in the mean over seeds; ``standard_error`` is that of that. How far chance alone goes is in ``disturbed``: the same of fp32
-from weights that differ by half a unit of bf16. A recommendation is ``worse`` if its mean is above that of the disturbed runs by
-more than the margin of training runs (``castwise.lab.search.pairs.MARGIN``) and two standard errors of both, or if a loss is not
-finite. Runs have ``--steps`` steps, fewer where these would take more than ``--longest`` seconds.
+Each built-in workload and each architecture of transformers is searched under each goal (``time``, ``memory``, and
+``numerics`` in bf16). The recommended plan and fp32 are then trained from the same weights on the same batches, with
+several seeds, because two runs of one seed drift apart by chance. ``worse_by`` is the plan's mean loss over the last
+fifth minus fp32's, as a share of the fall of fp32's loss, as the mean over seeds. ``standard_error`` is the standard
+error of this mean. ``disturbed`` shows the effect of chance alone: it is the same difference for fp32 runs from
+weights changed at random by up to half a unit in the last place of bf16. A recommendation is ``worse`` if a loss is
+not finite, or if its mean exceeds that of the disturbed runs (or zero, if that is larger) by more than the margin of
+training runs (``castwise.lab.search.pairs.MARGIN``) plus two standard errors of the difference. Runs have ``--steps``
+steps, or fewer if these would take more than ``--longest`` seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SEEDS = 4
 
 
 HALF_A_UNIT = 2.0**-9
-"""Of bf16, relative."""
+"""Half a unit in the last place of bf16, relative to the number."""
 
 
 def losses(
@@ -44,7 +46,7 @@ def losses(
     longest_s: float,
     disturbed: bool = False,
 ) -> list[list[float]]:
-    """The losses of a training run per seed; shorter if it would take too long."""
+    """Return the losses of one training run per seed; a run has fewer steps if it would take too long."""
     return [_losses(workload, plan, device, seed, steps, longest_s, disturbed) for seed in range(SEEDS)]
 
 
@@ -75,14 +77,14 @@ def _losses(
         a_step_s = (time.perf_counter() - start) / 3
         run.block(max(0, min(steps, int(longest_s / a_step_s)) - 5))
     except castwise.CastwiseError:
-        return [*run.losses, math.nan]  # it diverged, so the last loss of the shorter run counts
+        return [*run.losses, math.nan]  # the run diverged; the NaN marks it as not finite
     finally:
         run.close()
     return list(run.losses)
 
 
 def judged(mine: list[list[float]], fp32: list[list[float]], disturbed: list[list[float]]) -> dict[str, Any]:
-    """How a plan trained beside fp32, and beside fp32 from weights that were disturbed."""
+    """Compare a plan's losses with fp32's and with those of fp32 from disturbed weights."""
     shares, chance = ([share(*pair) for pair in zip(runs, fp32, strict=True)] for runs in (mine, disturbed))
     steps = min(map(len, mine + fp32))
     if not all(map(math.isfinite, shares)):
@@ -96,9 +98,9 @@ def judged(mine: list[list[float]], fp32: list[list[float]], disturbed: list[lis
 
 
 def share(mine: list[float], fp32: list[float]) -> float:
-    """How much higher a plan's mean loss of the last fifth is, as a share of what fp32's loss falls; NaN if one is not finite.
+    """Return by how much a plan's mean loss over the last fifth exceeds fp32's, as a share of the fall of fp32's loss.
 
-    A run in which it falls by less than a hundredth counts as one in which it falls by that.
+    The result is not finite if a loss is not. If fp32's loss falls by less than 1 % of its first value, 1 % is used.
     """
     steps = min(len(mine), len(fp32))
     last = slice(steps - max(1, steps // 5), steps)
@@ -107,10 +109,10 @@ def share(mine: list[float], fp32: list[float]) -> float:
 
 
 def main() -> None:
-    """Search and train; what a job showed is written at once, and other rows in the result file stay."""
+    """Search and train; the rows of a job are written at once, and other rows in the result file stay."""
     parser = arguments(__doc__)
-    parser.add_argument("--goal", choices=GOALS, action="append", help="by default all")
-    parser.add_argument("--only", default="", help="names of jobs, between commas")
+    parser.add_argument("--goal", choices=GOALS, action="append", help="all goals by default")
+    parser.add_argument("--only", default="", help="comma-separated names of jobs")
     parser.add_argument("--search", type=float, default=60.0, help="seconds of each search")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--longest", type=float, default=30.0, help="seconds of a training run")

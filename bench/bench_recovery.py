@@ -1,10 +1,13 @@
-"""Is a training with ``castwise.Recovery`` at least as good as one with ``nonfinite="skip"`` alone, and what does the recovery cost?
+"""Compare training with ``castwise.Recovery`` to training with ``nonfinite="skip"`` alone, and measure its overhead.
 
-Built-in workloads are trained for 120 steps under fp16-mixed, undisturbed and with kinds of trouble (19 on ``sine``, 4 on a vision
-transformer), with a recovery (good states every 40 steps) and with ``nonfinite="skip"`` alone, from three seeds. A loss is the mean over the last
-30 steps, without the steps whose data were spoilt; a run that ends in an error, or whose loss is not finite, counts as infinite.
-``at_least_as_good``: from each seed the loss with the recovery is at most 1.05 times the loss with skip alone. ``in_band``: the loss is no more than three standard deviations above their mean. Undisturbed runs with and without a recovery alternate and are timed, with good
-states every 100 steps. Trouble that depends on a step happens again each time the step is repeated, except for "once".
+Built-in workloads are trained for 120 steps under fp16-mixed, undisturbed and with several kinds of trouble (19 on
+``sine``, 4 on a vision transformer). Each kind runs with a recovery that saves a good state every 40 steps, and with
+``nonfinite="skip"`` alone, from three seeds. A loss is the mean over the last 30 steps, without the steps whose data
+was corrupted. The loss of a run that ends in an error or becomes non-finite counts as infinite. ``at_least_as_good``:
+with each seed, the loss with the recovery is at most 1.05 times the loss with skip alone. ``in_band``: the number of
+runs whose loss is no more than three standard deviations above the mean of the undisturbed runs. Undisturbed runs
+with a recovery (a good state every 100 steps) and without alternate and are timed. Trouble tied to a step happens
+again whenever the step is repeated, except for kinds named "once".
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from common import Results, arguments
 STEPS, LAST, HIT, LATE, EVERY = 120, 30, 70, 85, 40
 BAND, SEEDS = 4, 3
 JOBS = {"sine?size=16&hidden=32": ("head", 1, "head"), "digits?model=vit&width=32": ("patches", 0, "head")}
-"""By workload: the module next to which ``Loud`` is put, the part of a batch that is spoilt, the module whose weights are."""
+"""By workload: the module that ``Loud`` wraps, the corrupted part of a batch, the module whose weights are corrupted."""
 ALL = range(STEPS)
 DATA: dict[str, tuple[range, str]] = {
     "one batch times 1e6": (range(HIT, HIT + 1), "times"),
@@ -42,18 +45,18 @@ DATA: dict[str, tuple[range, str]] = {
     "every 12th batch mislabelled": (ALL[6::12], "labels"),
     "labels change for good": (range(LATE, STEPS), "labels"),
 }
-"""By kind: the steps whose batches are spoilt, and how."""
+"""By kind of trouble: the steps whose batches are corrupted, and how."""
 OTHERS = (
     "weights times 1e4, once", "weights NaN, once", "weights times 1e4 right before a good state, once",
     "optimizer state destroyed, once", "huge gradient, finite loss", "learning rate times 1000 for one step",
     "learning rate times 100 for good", "a module overflows fp16 for one step", "a module overflows fp16 for good",
 )  # fmt: skip
 KINDS = dict(zip(JOBS, ((*DATA, *OTHERS), (*list(DATA)[:2], OTHERS[0], OTHERS[-1])), strict=True))
-"""By workload."""
+"""The kinds of trouble by workload."""
 
 
 class Loud(nn.Module):
-    """Multiplies and divides again: the identity, but where the format does not hold what is between."""
+    """A module that also multiplies and divides by ``gain``: the identity, unless the product overflows."""
 
     def __init__(self, inner: nn.Module, first: bool) -> None:
         super().__init__()
@@ -61,17 +64,17 @@ class Loud(nn.Module):
         self.register_buffer("gain", torch.ones(()))
 
     def loud(self, x: Tensor) -> Tensor:
-        """``x * gain / gain``."""
+        """Return ``x * gain / gain``."""
         return x * self.gain / self.gain
 
     def forward(self, x: Tensor) -> Tensor:
-        """The inner module, with it before or behind."""
+        """Run the inner module, with the multiplication and division before it or after it."""
         out: Tensor = self.inner(self.loud(x)) if self.first else self.loud(self.inner(x))
         return out
 
 
 class Run:
-    """One training."""
+    """One training run."""
 
     def __init__(self, name: str, seed: int, kind: str, recovers: bool, every: int = EVERY) -> None:
         self.place, self.part, self.weights = JOBS[name]
@@ -97,7 +100,7 @@ class Run:
         self.step_s = math.nan
 
     def data(self) -> Iterator[Any]:
-        """The batches, some of them spoilt."""
+        """Yield the batches, some of them corrupted."""
         for number, batch in zip(range(STEPS), self.job.batches(self.seed), strict=False):
             parts = [part.clone() for part in batch]
             if number in self.spoilt:
@@ -110,7 +113,7 @@ class Run:
             yield tuple(parts)
 
     def train(self) -> None:
-        """All steps."""
+        """Run all steps."""
         begin = time.perf_counter()
         try:
             for number, batch in enumerate(
@@ -133,14 +136,14 @@ class Run:
         self.step_s = (time.perf_counter() - begin) / STEPS
 
     def before(self, step: int) -> None:
-        """Trouble that a step has each time it is made."""
+        """Cause the trouble that a step has each time it runs."""
         if self.kind == "learning rate times 1000 for one step":
             self.optimizer.param_groups[0]["lr"] = self.rate * (1000 if step == HIT else 1)
         elif self.kind == "learning rate times 100 for good":
             self.optimizer.param_groups[0]["lr"] = self.rate * (100 if step >= LATE else 1)
 
     def after(self, step: int) -> None:
-        """Damage after a step, and the buffer that lets a module overflow in the next one."""
+        """Corrupt weights or optimizer state after a step, and set the gain that makes a module overflow in the next one."""
         if self.kind.startswith("a module overflows"):
             loud = step + 1 == HIT if self.kind.endswith("one step") else step + 1 >= LATE
             getattr(self.model, self.place).gain.fill_(1e6 if loud else 1.0)
@@ -163,7 +166,7 @@ class Run:
 
     @property
     def last(self) -> float:
-        """The mean loss of the last steps whose data were sound, or that stay changed."""
+        """Return the mean loss of the last steps, without corrupted ones, unless the corruption is permanent."""
         steps = range(STEPS - LAST, STEPS)
         spoilt = () if len(self.spoilt) > LAST else self.spoilt
         values = [self.losses.get(step, math.inf) for step in steps if step not in spoilt]
@@ -172,7 +175,7 @@ class Run:
 
 
 def ran(name: str, seed: int, kind: str, recovers: bool, every: int = EVERY) -> Run:
-    """A training that has been made."""
+    """Train to the end and return the run."""
     run = Run(name, seed, kind, recovers, every)
     run.train()
     run.folder.cleanup()
@@ -181,9 +184,9 @@ def ran(name: str, seed: int, kind: str, recovers: bool, every: int = EVERY) -> 
 
 
 def main() -> None:
-    """Run it."""
+    """Run every kind of trouble and write ``results/recovery-cpu.json``."""
     options = arguments(__doc__).parse_args()
-    warnings.simplefilter("ignore", UserWarning)  # one for each return, which the rows have
+    warnings.simplefilter("ignore", UserWarning)  # each return to a good state warns, and the rows count them
     torch.set_num_threads(1)
     with Results("recovery", torch.device("cpu"), __doc__, options.budget) as results:
         for name in JOBS:

@@ -1,8 +1,9 @@
-"""What the first steps of a block take beside the later ones, where other plans ran just before, with and without a pause.
+"""Measure how much longer the first steps of a block take when other plans ran just before, with and without a pause.
 
-fp32 and bf16, twice each, train in processes of their own and take ``STEPS`` steps in turns, each block after a pause of 0 or
-10 ms. ``steady_ms`` is the median of the later half of steps, ``extra_ms`` by how much the median of each earlier one is longer:
-what a training alone would not pay, and why the final rests before each block (``castwise.lab.timing.apart.REST_S``).
+fp32 and bf16, twice each, train in separate processes that run ``STEPS`` steps in turns, each block after a pause of
+0 or 10 ms. ``steady_ms`` is the median time of the second half of a block's steps. ``extra_ms`` is, for each step of
+the first half, its median time minus ``steady_ms``. A process that trains alone would not have this extra time, so
+the last stage of a search pauses before each block (``castwise.lab.timing.apart.REST_S``).
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ KINDS = [(line, rest_s) for line in PLANS for rest_s in RESTS]
 
 
 def block(process: Process, steps: int) -> list[float]:
-    """Seconds of each of some steps."""
+    """Run some steps in a process and return the seconds of each."""
     process.send(steps)
     return list(process.answer())
 
 
 def measure(job: str) -> list[dict[str, object]]:
-    """A row per plan and pause."""
+    """Return a row for each plan and pause."""
     made = ARCHITECTURES[job]() if job in ARCHITECTURES else job
     with Home() as home, contextlib.ExitStack() as stack:
         runs = [home.start(steps_in_turn, portable(made), *kind) for kind in KINDS]
@@ -55,7 +56,7 @@ def measure(job: str) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Write ``results/rest-cpu.json``."""
+    """Measure and write ``results/rest-cpu.json``."""
     given = arguments(__doc__).parse_args()
     with Results("rest", torch.device("cpu"), __doc__, given.budget) as results:
         for job in JOBS:

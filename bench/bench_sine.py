@@ -1,7 +1,8 @@
-"""The seed's job: ``sine`` in training and inference, fp32, torch.autocast (+ GradScaler for fp16) by hand, and castwise.
+"""Compare fp32, hand-written torch.autocast (with GradScaler in fp16 training) and castwise on ``sine``.
 
-On a GPU it is run as AMD published it (512 x 512, fp16); on a CPU smaller, in bf16, where fp16 convolutions are far
-slower than fp32. Time from interleaved rounds, peak memory from torch's own allocator in a process per plan.
+Training and inference are measured. On a GPU the job is that of AMD's publication (512 x 512, fp16). On a CPU it is
+smaller and in bf16, because fp16 convolutions are far slower than fp32 ones there. Times are from interleaved rounds,
+and peak memory is from torch's allocator, in a separate process for each plan.
 
 Source: "Automatic mixed precision in PyTorch using AMD GPUs", ROCm blogs, 2024: 1.86x and 49.8 % less memory in
 training, 1.48x and 49.8 % in inference.
@@ -25,14 +26,14 @@ from loops import Loop, start, training_by_castwise, training_by_hand
 
 
 class Inference(Loop):
-    """Calls of a model in evaluation mode."""
+    """A loop of calls of a model in evaluation mode."""
 
     def __init__(self, model: nn.Module, inputs: torch.Tensor, dtype: torch.dtype | None) -> None:
         super().__init__(lambda: inputs)
         self.model, self.inputs, self.dtype = model.eval(), inputs, dtype
 
     def run(self, steps: int) -> None:
-        """Predict some times."""
+        """Call the model ``steps`` times."""
         device = self.inputs.device.type
         with torch.inference_mode():
             for _ in range(steps):
@@ -44,13 +45,13 @@ class Inference(Loop):
 
 
 def inference_by_hand(workload: Workload, device: torch.device, dtype: torch.dtype | None) -> Inference:
-    """The model under torch.autocast, or in fp32."""
+    """Return a loop with the model under torch.autocast, or in fp32."""
     model, _, batch = start(workload, device)
     return Inference(model, batch[0], dtype)
 
 
 def inference_by_castwise(workload: Workload, device: torch.device, plan: Plan) -> Inference:
-    """The model prepared for inference alone."""
+    """Return a loop with the model prepared by castwise for inference only."""
     model, _, batch = start(workload, device)
     castwise.Amp(plan, device=device).prepare(model.eval(), inference=True)
     return Inference(model, batch[0], None)
@@ -95,7 +96,7 @@ def main() -> None:
         for number, (what, builders) in enumerate(kinds.items()):
             with results.part(what):
                 results.add(*rows_of(what, size, builders, options.rounds, device, results.share(3 - number)))
-        torch.cuda.empty_cache()  # the processes to come need the room; nothing happens without a GPU
+        torch.cuda.empty_cache()  # frees memory for the next processes; does nothing without a GPU
         base = None
         for label, plan in {"fp32": Plan.preset("fp32"), **plans}.items():
             with results.part(f"memory of {label}"):
@@ -118,7 +119,7 @@ def rows_of(
     device: torch.device,
     seconds: float | None,
 ) -> list[dict[str, Any]]:
-    """Race one kind of loop; how many times as fast as fp32 each is, and the loss that training has come to."""
+    """Race one kind of loop; return the speedup of each over fp32 and the final training loss."""
     built: dict[str, Loop] = {}
 
     def kept(label: str, build: Callable[[], Loop]) -> Loop:

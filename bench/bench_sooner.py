@@ -1,8 +1,9 @@
-"""How long a search takes beside one by the code of another commit: the jobs of ``bench_tune``, in turns, each in a process of its own.
+"""Compare the duration of a search with that of a search by the code of another commit, on the jobs of ``bench_tune``.
 
-``--before`` is a working tree of that commit (``git worktree add``), with its own ``src`` and ``bench``. Both searches have the
-same budget, start with no plan found before, and are timed as a user waits for them: from the call of ``castwise.tune`` to its
-result. ``stages`` says in what this one's time went.
+Searches alternate between the commits, and each runs in its own process. ``--before`` is a working tree of the other
+commit (``git worktree add``), with its own ``src`` and ``bench``. Both searches have the same budget, start without a
+stored plan, and are timed from the call of ``castwise.tune`` to its result. ``stages`` has the seconds of each stage
+of a search.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ HERE = pathlib.Path(__file__).resolve().parents[1]
 
 
 def search(tree: pathlib.Path, name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
-    """One search by the code of a working tree."""
+    """Run one search by the code of a working tree and return its result."""
     found = subprocess.run(
         [sys.executable, "-c", _SEARCH, name, str(device), str(budget_s)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tree / "src", tree / "bench")))},
@@ -51,7 +52,7 @@ def search(tree: pathlib.Path, name: str, device: torch.device, budget_s: float)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over the jobs, and that of each job's share of the time before."""
+    """Return the median times over the jobs, and the median ratio of the time now to the time before."""
     return {
         "workload": "all",
         "median_before_s": statistics.median(row["before"]["s"] for row in rows),
@@ -63,7 +64,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write ``results/sooner-<device>.json``."""
+    """Measure and write ``results/sooner-<device>.json``."""
     parser = arguments(__doc__)
     parser.add_argument(
         "--before", type=pathlib.Path, required=True, help="a working tree of the other commit"

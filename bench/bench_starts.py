@@ -1,11 +1,12 @@
-"""What starts of one search have in common: trainings started anew from several homes in turns, and their ratios.
+"""Test whether the starts of one search share an error, by comparing starts from several homes.
 
-A home is the process that the trainings of a search are forked from (``castwise.lab.timing.processes``). Each of ``HOMES`` starts
-fp32 and a low plan ``STARTS`` times, the homes taking turns. Of the logarithm of fp32's time over the plan's, ``sd`` is the
-standard deviation between starts of a home, ``homes_f`` the variance between homes over what that explains (F with 3 and 12
-degrees of freedom: above 3.5 in one of twenty where homes have nothing of their own), and ``times_f`` the same between turns.
-``faults`` are page faults per step of fp32 and of the plan: the least, the median and the most of the starts. Each job is
-measured twice: as it is, and with both plans keeping the memory of the host (``host_memory=keep``).
+A home is the process from which a search forks its training processes (``castwise.lab.timing.processes``). Each of
+``HOMES`` homes starts fp32 and a low plan ``STARTS`` times, and the homes take turns. The statistics are of the
+logarithm of the ratio of fp32's time to the plan's. ``sd`` is the standard deviation between the starts of a home.
+``homes_f`` is the F statistic of the homes, with 3 and 12 degrees of freedom: it exceeds 3.5 with a probability of 5
+% if the home has no effect. ``times_f`` is the same for the turns. ``faults`` are page faults per step, of fp32 and
+of the plan: the minimum, the median and the maximum over starts. Each job is measured twice: with the default host
+memory setting, and with ``host_memory=keep`` for both plans.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ JOBS = {
 
 
 def measure(workload: str, plans: list[Plan], device: torch.device) -> dict[str, Any]:
-    """What the starts of all homes give."""
+    """Run the starts of all homes and return the columns of their row."""
     with contextlib.ExitStack() as stack:
         homes = [stack.enter_context(Home()) for _ in range(HOMES)]
         sent = portable(workload)
@@ -56,7 +57,7 @@ def measure(workload: str, plans: list[Plan], device: torch.device) -> dict[str,
 
 
 def analysed(turns: list[list[float]]) -> dict[str, Any]:
-    """Two-way analysis of variance."""
+    """Return a two-way analysis of variance, by home and turn."""
     homes = [statistics.fmean(column) for column in zip(*turns, strict=True)]
     times = [statistics.fmean(row) for row in turns]
     mean = statistics.fmean(times)
@@ -74,7 +75,7 @@ def analysed(turns: list[list[float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write ``results/starts-<device>.json``."""
+    """Measure and write ``results/starts-<device>.json``."""
     given = arguments(__doc__).parse_args()
     device = torch.device(given.device)
     with Results("starts", device, __doc__, given.budget) as results:
