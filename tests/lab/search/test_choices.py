@@ -25,6 +25,7 @@ from castwise.core.session.process import _claimed
 from castwise.errors import DeviceError, PlanError, WorkloadError
 from castwise.lab.parity.damage import ADAM_PASS, PASS, Estimate
 from castwise.lab.parity.parity import ParityResult
+from castwise.lab.passes.regions import Part, find_parts
 from castwise.lab.search import fastest, part_costs
 from castwise.lab.search.axes import (
     check_formats,
@@ -52,7 +53,6 @@ from castwise.lab.search.part_costs import (
     not_faster,
 )
 from castwise.lab.search.reference import refer
-from castwise.lab.search.regions import Part, find_parts
 from castwise.lab.search.state import Search
 from castwise.lab.timing.ranks import BY_ITSELF
 from tests.here import DEVICE

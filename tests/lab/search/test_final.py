@@ -18,6 +18,7 @@ from castwise import Plan, Workload
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import ParityTest
 from castwise.lab.parity.probes import Prober
+from castwise.lab.passes.regions import find_parts
 from castwise.lab.search import decision, starts
 from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.contest import LATE, Entry
@@ -28,7 +29,6 @@ from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.reference import refer
-from castwise.lab.search.regions import find_parts
 from castwise.lab.search.sound import low_share
 from castwise.lab.search.state import Search
 from castwise.lab.timing.processes import NotThereError

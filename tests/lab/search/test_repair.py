@@ -16,7 +16,7 @@ from castwise import Plan
 from castwise.lab.parity.parity import ParityTest
 from castwise.lab.parity.probes import Prober
 from castwise.lab.parity.verdicts import LEAST
-from castwise.lab.search.regions import find_parts
+from castwise.lab.passes.regions import find_parts
 from castwise.lab.search.repair import VERIFYING, NumericsSearch
 from tests.here import DEVICE
 from tests.soak import SOAKING, every

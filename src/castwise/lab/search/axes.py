@@ -70,7 +70,7 @@ def whole_step_plans(
         has_images: Whether the model has convolutions over images, so that channels_last matters.
         goal: ``memory`` also tries low parameters without masters, and uses the fused optimizer where possible except in fp32.
             ``time`` also tries unfused attention.
-        used: Operators that the model runs, as returned by :func:`~castwise.lab.search.regions.operators_used`.
+        used: Operators that the model runs, as returned by :func:`~castwise.lab.passes.regions.operators_used`.
         sparse: Whether some gradients are sparse; no fused optimizer kernel accepts sparse gradients.
 
     Returns:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.lab.parity.parity import ParityResult
+from castwise.lab.passes.regions import Part, exempt
 from castwise.lab.search.axes import numerics_of
-from castwise.lab.search.regions import Part, exempt
 from castwise.lab.search.repair import Repair
 from castwise.lab.search.state import Choice, Search
 

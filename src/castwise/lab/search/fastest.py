@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
+from castwise.lab.passes.regions import exempt
 from castwise.lab.search.axes import (
     AUTOCAST,
     FORMATS,
@@ -45,7 +46,6 @@ from castwise.lab.search.keeping import keeping_saves
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.part_costs import lacks_units, losing_parts, measure_costs, not_faster
 from castwise.lab.search.peaks import measure_peaks
-from castwise.lab.search.regions import exempt
 from castwise.lab.search.sound import (
     BY_NAME,
     against_updates,

@@ -25,7 +25,7 @@ from castwise.core.casting import autocast
 from castwise.core.casting.trees import cast_floating, map_tensors, tensors_in
 from castwise.core.plans.formats import FORMATS
 from castwise.lab.passes.isolation import unspoilt
-from castwise.lab.search.regions import Part
+from castwise.lab.passes.regions import Part
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 from castwise.lab.timing.timing import Calls, Name, race
@@ -53,7 +53,7 @@ WORTH = 0.004
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds that one training step spends in all modules of a part (:class:`~castwise.lab.search.regions.Part`).
+    """The seconds that one training step spends in all modules of a part (:class:`~castwise.lab.passes.regions.Part`).
 
     Attributes:
         times_s: Seconds by format, if the surrounding regions have the same format; ``fp32`` is always there.
@@ -100,7 +100,7 @@ def measure_costs(
         model: The model in fp32, on the device. Its modules are copied before they run.
         loss: Called with the model and the batch, to record the inputs of each module.
         batch: A batch on the device.
-        parts: As returned by :func:`~castwise.lab.search.regions.find_parts`.
+        parts: As returned by :func:`~castwise.lab.passes.regions.find_parts`.
         formats: Low formats to time besides fp32.
         device: Device of model and batch.
         channels_last: Whether to time modules over images in this memory format.

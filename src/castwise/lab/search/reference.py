@@ -13,8 +13,8 @@ from castwise.lab.parity.batches import same_batch
 from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
 from castwise.lab.parity.probes import Prober
 from castwise.lab.passes.isolation import seed_all
+from castwise.lab.passes.regions import Part, find_parts, operators_used
 from castwise.lab.search.context import Context
-from castwise.lab.search.regions import Part, find_parts, operators_used
 from castwise.lab.search.repair import NumericsSearch
 from castwise.lab.timing.runners import build_model
 from castwise.lab.timing.served import libraries

@@ -1,7 +1,7 @@
 """Test whether the gradients under a plan pass, and if not, find the parts of the model that must stay in fp32.
 
 *Damage* is the relative error that a plan adds to an update. *Parts* are groups of modules
-(:class:`~castwise.lab.search.regions.Part`). The damage of all parts that run in a low format is nearly the sum of the damages
+(:class:`~castwise.lab.passes.regions.Part`). The damage of all parts that run in a low format is nearly the sum of the damages
 that each causes alone (measured: the sum is 0.99 to 1.03 of the joint damage). Bisection therefore finds its source. One half
 of the parts runs low and the rest in fp32, then the other half. This goes on with the worse half until the damage that is not
 yet explained is below the threshold. One bad part among n costs about 4 log2(n) passes at any depth, because blocks of equal
@@ -9,7 +9,7 @@ structure are one part.
 
 If the damages of the parts do not add up to the measured damage, it arises between parts. It may arise between two parts that
 are harmless alone, or between two parts in fp32 whose outputs are cast to the low format. The smallest
-:class:`~castwise.lab.search.regions.Container` that explains or cures the damage is then kept in fp32 as a whole.
+:class:`~castwise.lab.passes.regions.Container` that explains or cures the damage is then kept in fp32 as a whole.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from castwise.lab.parity.damage import severity
 from castwise.lab.parity.parity import MOST, ParityResult, ParityTest
 from castwise.lab.parity.probes import Probe
 from castwise.lab.parity.verdicts import LEAST, goes_on, may_pass, passes
+from castwise.lab.passes.regions import Part, exempt, only, whole
 from castwise.lab.search.axes import numerics_of
-from castwise.lab.search.regions import Part, exempt, only, whole
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
 
@@ -316,7 +316,7 @@ class NumericsSearch:
         return halves
 
     def _containers(self) -> list[tuple[str, ...]]:
-        """Return the patterns that select each :class:`~castwise.lab.search.regions.Container` of the model."""
+        """Return the patterns that select each :class:`~castwise.lab.passes.regions.Container` of the model."""
         containers = dict.fromkeys(container for part in self._parts for container in part.around)
         return [whole(self._parts, container) for container in containers]
 

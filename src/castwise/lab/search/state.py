@@ -9,6 +9,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import ParityResult, with_measured_scale
 from castwise.lab.parity.updates import UpdateLoss
+from castwise.lab.passes.regions import exempt
 from castwise.lab.search.axes import FP32, numerics_of
 from castwise.lab.search.compile_trial import CompileTrial
 from castwise.lab.search.contest import BASELINE, Contest
@@ -18,7 +19,6 @@ from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.reference import Reference
-from castwise.lab.search.regions import exempt
 from castwise.lab.search.repair import VERIFYING, Repair
 from castwise.lab.timing.failures import cannot_run, unfit
 

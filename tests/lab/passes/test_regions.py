@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan
-from castwise.lab.search.regions import Part, exempt, find_parts, only, operators_used, whole
+from castwise.lab.passes.regions import Part, exempt, find_parts, only, operators_used, whole
 from tests.here import DEVICE
 
 
