@@ -1,17 +1,22 @@
-"""The tuned plan against the whole hand grid, on built-in workloads and architectures of transformers; and the same answer twice.
+"""Compare tuned plans with a grid of plans set by hand, and repeated searches with each other.
 
-Grid: {fp32, autocast bf16, bf16 parameters with fp32 masters} x {contiguous, channels_last where there are images} x
-{optimizer as given, fused}; with --compiled, the fastest of these in each format is compiled too (each compiles for up to a
-minute), against ``tune(compile="auto")``. Each workload is searched several times: ``same`` says that all searches chose one
-plan, ``alike`` that format, storage of parameters, memory format and regions are the same; ``pairs_alike`` counts the pairs of
-searches of one workload that agree on the first three. The grid is raced to find its best
-plan, and that plan, fp32, one-line torch.autocast (bf16-mixed) and what the searches chose are raced again in further starts,
-from which all ratios come: choosing the best and comparing with it on the same rounds would flatter the grid by its luck.
-``over_giving_back`` is what keeping the host's memory brings to the plan. ``agrees`` says that the speed over fp32 on each
-search's page and the one of this race meet within their intervals. Where a step of one-line autocast takes more than ten times
-as long as fp32's, for want of units for bf16, that is noted (``autocast_times_as_long``), and low formats are not raced.
-Built-in workloads are searched with ``--budget 30`` too, and ``within`` counts the plans found so that are at most 5 % slower
-than that of the first long search.
+The workloads are the built-in ones and architectures of transformers. The grid is {fp32, autocast bf16, bf16
+parameters with fp32 masters} x {contiguous, channels_last for models of images} x {optimizer as given, fused}. With
+--compiled, the fastest of these in each format is compiled too (which takes up to a minute each), and the searches
+use ``compile="auto"``.
+
+Each workload is searched several times. ``same``: all searches chose one plan. ``alike``: format, parameter storage,
+memory format and regions are the same in all. ``pairs_alike`` counts the pairs of searches of one workload that agree
+on format, parameter storage and memory format.
+
+A first race finds the best plan of the grid. Then this plan, fp32, one-line torch.autocast (bf16-mixed) and the plans
+of the searches are raced again with new starts. All ratios come from this second race, because choosing the best plan
+and comparing with it on the same rounds would favour the grid. ``over_giving_back`` is the speedup from keeping host
+memory. ``agrees``: the speedup over fp32 that each search reported and that of the second race have overlapping
+intervals. If a step of one-line autocast takes more than ten times as long as fp32's, because the processor has no
+bf16 units, the ratio is reported (``autocast_times_as_long``) and low formats are not raced. Built-in workloads are
+also searched with a budget of 30 s, and ``within`` counts the resulting plans that are at most 5 % slower than that
+of the first long search.
 """
 
 from __future__ import annotations
@@ -49,14 +54,14 @@ BUILT_IN = {
 }
 FORMATS = ("fp32", "bf16-mixed", "bf16-master")
 SHORT_S, SHORT_WITHIN = 30.0, 1 / 1.05
-"""The budget of a short search, and how fast its plan has to be beside the long search's."""
+"""The budget of a short search in seconds, and the least speed of its plan relative to the long search's for ``within``."""
 ROUNDS, GRID_ROUNDS = 8, 6
 LAST = 10
-"""Steps whose mean loss is compared."""
+"""Number of last steps whose mean loss is compared."""
 
 
 def autocast_times_as_long(workload: Workload, device: torch.device) -> float:
-    """What one-line autocast takes beside fp32, by two steps of each; where that is far from 1 it is enough to know."""
+    """Return the time of one-line autocast divided by fp32's, from two steps of each; only large ratios show."""
     runs = {name: TrainingRun(workload, Plan.preset(name), device) for name in FORMATS[:2]}
     laps = timing.race(list(runs.items()), rounds=1, steps=1, device=device, warmup=1, hopeless=math.inf)
     for run in runs.values():
@@ -66,7 +71,7 @@ def autocast_times_as_long(workload: Workload, device: torch.device) -> float:
 
 
 def grid(workload: Workload, formats: Sequence[str] = FORMATS) -> list[Plan]:
-    """The plans that people try by hand."""
+    """Return the plans that users try by hand."""
     model = workload.model()
     images = any(isinstance(m, torch.nn.Conv2d) for m in model.modules())
     layouts = ("as_is", "channels_last") if images else ("as_is",)
@@ -77,7 +82,7 @@ def grid(workload: Workload, formats: Sequence[str] = FORMATS) -> list[Plan]:
 
 
 def compiled(race: Final) -> list[Plan]:
-    """The fastest plan of each format, compiled."""
+    """Return the fastest plan of each format, compiled."""
     fastest: dict[Plan, Plan] = {}
     for plan in sorted(race.plans, key=lambda plan: statistics.median(race.seconds(plan))):
         fastest.setdefault(dataclasses.replace(plan, memory_format="as_is", optimizer="as_given"), plan)
@@ -87,7 +92,7 @@ def compiled(race: Final) -> list[Plan]:
 def raced(
     workload: Workload | str, plans: Sequence[Plan], device: torch.device, starts: int, rounds: int
 ) -> Final:
-    """Start plans several times, each in a process of its own, and time them in turns; those that cannot run are left out."""
+    """Time plans in turns, each in its own process, over several starts; leave out plans that cannot run."""
     with Home() as home:
         found = start_apart(home, portable(workload), plans, device, starts=starts, rounds=rounds)
     for timed in found:
@@ -103,13 +108,13 @@ def raced(
 
 
 def speed(race: Final, plan: Plan, over: Plan) -> list[float]:
-    """How many times as fast as another a plan is, with the ends of the interval."""
+    """Return the speedup of a plan over another, with the ends of its interval."""
     ratio = race.ratio(plan, over)
     return [1.0, 1.0, 1.0] if ratio is None else [ratio.value, ratio.low, ratio.high]
 
 
 def search(workload: Workload | str, device: torch.device, budget_s: float, compiles: str) -> dict[str, Any]:
-    """One search, as a user makes it."""
+    """Run one search as a user does, and return its result as part of a row."""
     start = time.perf_counter()
     result = castwise.tune(
         workload, device=device, budget_s=budget_s, memory=False, fresh=True, compile=compiles
@@ -131,13 +136,13 @@ def search(workload: Workload | str, device: torch.device, budget_s: float, comp
 
 
 def of_format(plan: Plan) -> Plan:
-    """A plan without what hardly complicates it: the fused optimizer, kept memory and rules for single operators."""
+    """Return a plan without minor parts: fused optimizer, kept memory, operator rules, loss scale, provenance."""
     plan = dataclasses.replace(plan, optimizer="as_given", host_memory="as_given")
     return dataclasses.replace(plan, ops={}, loss_scale=None, provenance=None)
 
 
 def pairs_alike(searches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many pairs of searches agree on format, storage of parameters and memory format, and how many there are."""
+    """Return how many pairs of searches agree on format, parameter storage and memory format, of how many pairs."""
     plans = [Plan.parse(one["plan"]) for one in searches]
     kinds = [(p.compute, p.fp32_matmul, p.params, p.master, p.memory_format) for p in plans]
     pairs = list(itertools.combinations(kinds, 2))
@@ -145,10 +150,10 @@ def pairs_alike(searches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
 
 
 def check_losses(name: str, race: Final, tuned: Plan) -> dict[str, float]:
-    """Losses of fp32 and of the tuned plan at the same step of the same batches.
+    """Return the losses of fp32 and of the tuned plan after the same steps on the same batches.
 
     Raises:
-        SystemExit: They differ, so that speeds say nothing.
+        SystemExit: The losses differ, so the speeds cannot be compared.
     """
     fp32 = race.losses[Plan.preset("fp32")]
     base, mine = (statistics.fmean(losses[-LAST:]) for losses in (fp32, race.losses[tuned]))
@@ -161,7 +166,7 @@ def check_losses(name: str, race: Final, tuned: Plan) -> dict[str, float]:
 def measure(
     name: str, device: torch.device, options: argparse.Namespace, found: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """One row of the table; what is known after the searches is handed to ``found`` before the races."""
+    """Measure one row of the table; the results of the searches are passed to ``found`` before the races start."""
     built_in = name in BUILT_IN[device.type]
     workload = name if built_in else ARCHITECTURES[name]()
     compiles = "auto" if options.compiled else "never"
@@ -214,12 +219,12 @@ def measure(
 
 
 def meet(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two intervals have a value in common."""
+    """Return whether two intervals overlap."""
     return one[1] <= other[2] and one[2] >= other[1]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Geometric means over one-line autocast, and counts, of the workloads that were raced."""
+    """Return geometric means of the speedup over one-line autocast, and counts, for the workloads that were raced."""
 
     def mean(values: list[float]) -> float | None:
         return math.exp(statistics.fmean(math.log(v) for v in values)) if values else None
@@ -248,16 +253,21 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run it; with ``--only`` the other rows of the result file stay. A workload that fails is a row with its error."""
+    """Measure and write ``results/tune-<device>.json``, or ``tune-compiled-<device>.json`` with ``--compiled``.
+
+    With ``--only``, the other rows of the file stay. A workload that fails becomes a row with its error.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--only", default="", help="names, between commas")
+    parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds per search")
-    parser.add_argument("--searches", type=int, default=3, help="of each workload")
-    parser.add_argument("--short", type=int, default=5, help="searches of 30 s of each built-in workload")
-    parser.add_argument("--starts", type=int, default=5, help="of each plan in the race")
+    parser.add_argument("--searches", type=int, default=3, help="number of searches of each workload")
     parser.add_argument(
-        "--compiled", action="store_true", help="compiled plans are in the grid and in the search"
+        "--short", type=int, default=5, help="number of 30 s searches of each built-in workload"
+    )
+    parser.add_argument("--starts", type=int, default=5, help="number of starts of each plan in the race")
+    parser.add_argument(
+        "--compiled", action="store_true", help="include compiled plans in the grid and in the search"
     )
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -280,7 +290,7 @@ def main() -> None:
         }
 
     def keep(row: dict[str, Any]) -> None:
-        """Written at once: a long run may be ended."""
+        """Write a row at once, because a long run may be ended early."""
         known[str(row["workload"])] = row
         rows = [known[n] for n in names if n in known]
         store(title, device, __doc__, [*rows, summary(rows)])

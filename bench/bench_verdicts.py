@@ -1,14 +1,16 @@
-"""The parity test's rule held to damage that is known: gradients are drawn, and the rule of ``parity`` judges them.
+"""Test the decision rule of ``parity`` on simulated gradients whose damage is known.
 
-Damage is even, in a half, a fifth, a tenth or a twentieth of the microbatches alone, or lognormal over them (the standard
-deviation of its logarithm is 1, 2 or 3), in directions that are drawn anew or the same in each microbatch (noise, bias). Its
-mean is 0.3, 1, 3 and 10 times the line below which plans pass. Counted are the verdicts and the microbatches drawn, with the
-rule as it is and with the interval alone, which is what it would be without a least number of microbatches. The data's noise
-is as large as its signal. ``parity`` starts with 8 microbatches and draws 32 at most.
+In the first part, the damage is even; or in one half, fifth, tenth or twentieth of the microbatches only; or
+lognormal over the microbatches (the standard deviation of its logarithm is 1, 2 or 3). The direction of the error is
+random for each microbatch (noise) or the same for all (bias). The mean damage is 0.3, 1, 3 and 10 times the threshold
+below which plans pass. The rows have the shares of the verdicts and the mean number of microbatches, for the rule as
+it is and for the interval alone, that is, without a minimum number of microbatches. The data's noise is as large as
+its signal. ``parity`` starts with 8 microbatches and draws at most 32.
 
-Then the data's noise is 1 to 1000 times the signal, in 10, 60 and 2000 dimensions. The rounding's noise is 0.1 or 0.3 of a hundredth of
-the data's, which is sound, and its bias is 0 to 3 times the squared signal. There the rule is compared with the one that holds
-the bias against one update's noise (``horizon`` 1), as it was before, and with other horizons.
+In the second part, the data's noise is 1 to 1000 times the signal, in 10, 60 and 2000 dimensions. The rounding's
+noise is 0.1 or 0.3 % of the data's noise, which is sound, and the square of its bias is 0 to 3 times the squared
+signal. The rule is compared with other horizons, including its former version, which compares the bias with the noise
+of a single update (``horizon`` 1).
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ from common import Results, arguments
 SHAPES = ("even", "1/2", "1/5", "1/10", "1/20", "lognormal 1", "lognormal 2", "lognormal 3")
 LEVELS = (0.3, 1.0, 3.0, 10.0)
 SIZE = 60
-"""Elements of a gradient."""
+"""Number of elements of a gradient."""
 SIZES, NOISES = (10, 60, 2000), (1.0, 50.0, 200.0, 1000.0)
 BIASES = ((0.001, 0.0), (0.003, 0.0), (0.003, 0.03), (0.003, 0.3), (0.003, 1.0), (0.003, 3.0))
-"""The rounding's noise over the data's, and the square of its bias over the signal's."""
+"""The rounding's noise divided by the data's, and the square of its bias divided by the squared signal."""
 HORIZONS = ((damage.HORIZON, damage.LASTING), (1, 1), (10, 1), (30, 1000), (100, 1000))
 
 
 def energies(rng: np.random.Generator, shape: str, count: int) -> Matrix:
-    """Squares of errors ``[count]`` with an expectation of 1."""
+    """Draw squared errors ``[count]`` with an expected value of 1."""
     if shape == "even":
         return np.ones(count)
     if shape.startswith("1/"):
@@ -48,7 +50,7 @@ def energies(rng: np.random.Generator, shape: str, count: int) -> Matrix:
 
 
 def draw(rng: np.random.Generator, shape: str, level: float, biased: bool, count: int) -> Grams:
-    """Gradients with a signal and a noise of 1, and errors whose damage is ``level`` times the line."""
+    """Draw gradients with a signal and a noise of 1, and errors with a damage of ``level`` times ``PASS``."""
     signal = rng.standard_normal((count, SIZE)) / math.sqrt(SIZE)
     signal[:, 0] += 1.0
     error = rng.standard_normal((1 if biased else count, SIZE)) * np.ones((count, 1))
@@ -60,7 +62,7 @@ def draw(rng: np.random.Generator, shape: str, level: float, biased: bool, count
 def draw_biased(
     rng: np.random.Generator, size: int, data: float, noise: float, bias: float, count: int
 ) -> Grams:
-    """Gradients with a squared signal of 1 / ``data`` and a noise of 1; errors with their noise and bias."""
+    """Draw gradients with a squared signal of 1 / ``data`` and a noise of 1, and errors with a given noise and bias."""
     signal, error = rng.standard_normal((2, count, size)) / math.sqrt(size)
     signal[:, 0] += math.sqrt(1.0 / data)
     error *= math.sqrt(noise)
@@ -69,7 +71,7 @@ def draw_biased(
 
 
 def judge(drawn: Grams, least: int) -> tuple[str, int]:
-    """Verdict and microbatches of the rule, as ``castwise.parity`` goes through it."""
+    """Return the verdict and the number of microbatches, following the steps of ``castwise.parity``."""
     count = MICROBATCHES
     while True:
         part = Grams(drawn.signal[:count, :count], drawn.error[:count, :count])
@@ -80,7 +82,7 @@ def judge(drawn: Grams, least: int) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Simulate all of it."""
+    """Run both parts and write ``results/verdicts-cpu.json``."""
     parser = arguments(__doc__)
     parser.add_argument("--trials", type=int, default=400)
     options = parser.parse_args()

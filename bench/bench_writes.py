@@ -1,7 +1,8 @@
-"""What it costs to look for writes to parameters that torch does not count, on the built-in GPT under bf16-master.
+"""Measure the cost of the check for writes to parameters that torch does not count.
 
-The same loop with and without the look at a few elements of every parameter before each step, in interleaved rounds. Beside
-it what the look takes by itself, of which a busy machine moves less.
+The model is the built-in GPT under bf16-master. The check (the look) compares a few elements of every parameter
+before each step. The same loop runs with and without it, in interleaved rounds. The check is also timed alone, which
+a busy machine affects less.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ LOOKS = 200
 
 
 class Unwatched(Loop):
-    """A loop whose steps look for nothing."""
+    """A loop without the check for uncounted writes."""
 
     def before(self, steps: int) -> None:
-        """Take the look away."""
+        """Remove the check."""
         self._look, Pairs.look = Pairs.look, lambda pairs: None  # type: ignore[method-assign]
 
     def after(self) -> None:
-        """Give it back."""
+        """Restore the check."""
         Pairs.look = self._look  # type: ignore[method-assign]
 
 
 def unwatched(workload: Workload, device: torch.device) -> Loop:
-    """The loop of the README, whose steps look for nothing."""
+    """Return the loop of the README without the check for uncounted writes."""
     return Unwatched(training_by_castwise(workload, PLAN, device).step)
 
 
 def look_us(workload: Workload, device: torch.device) -> dict[str, object]:
-    """What one look takes on the host, the median of many."""
+    """Return the median time of one check on the host, in microseconds."""
     import castwise
 
     model = workload.model().to(device)

@@ -1,4 +1,4 @@
-"""A training in a process of its own that tells the seconds of each step of a block, for ``bench_rest``."""
+"""Training in a separate process that reports the seconds of each step of a block, for ``bench_rest``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise.lab.timing.served import belong_to
 
 
 def steps_in_turn(pipe: Connection, workload: bytes, line: str, rest_s: float) -> None:
-    """Answer each number of steps with the seconds of each, after a pause."""
+    """For each number of steps received, pause, run the steps and send the seconds of each."""
     plan = Plan.parse(line)
     belong_to(plan)
     run = TrainingRun(received(workload), plan, torch.device("cpu"))

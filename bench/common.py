@@ -1,4 +1,4 @@
-"""What every benchmark here shares: its options, races within a budget, and a result file that is written row by row."""
+"""Code shared by the benchmarks: options, races within a budget, and result files that are written row by row."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from castwise.lab.timing.environment import environment
 from castwise.lab.timing.stats import paired_speedup
 from castwise.lab.timing.timing import Lap, paired, race
 
-os.environ["CASTWISE_CACHE_DIR"] = ""  # every search is made anew
+os.environ["CASTWISE_CACHE_DIR"] = ""  # no search uses stored results
 
 RESULTS = Path(__file__).parent / "results"
 UNITS = {"us": 1e6, "ms": 1e3}
 
 
 def arguments(what: str | None) -> argparse.ArgumentParser:
-    """A parser with the options ``--device`` and ``--budget``."""
+    """Return a parser with the options ``--device`` and ``--budget``."""
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--budget", type=float, help="seconds after which no further round begins")
+    parser.add_argument("--budget", type=float, help="seconds after which no new round starts")
     return parser
 
 
 class Results:
-    """The rows of one benchmark, in ``results/<name>-<device type>.json`` as soon as they are known.
+    """The rows of one benchmark, which are written to ``results/<name>-<device type>.json`` as soon as they are known.
 
-    A part that fails becomes a row with its ``error``, and those after it go on; the benchmark then ends non-zero. The file
-    says ``"finished": false`` until the end, so that one that was ended by force shows it.
+    A part that fails becomes a row with its ``error``, and the next parts still run; the benchmark then exits with a
+    non-zero status. The file says ``"finished": false`` until the end, which shows if the benchmark was killed.
 
     Args:
-        name: Of the benchmark.
-        device: That is measured.
-        what: What was done, for a reader of the file.
+        name: Name of the benchmark.
+        device: The device to measure.
+        what: Description of the benchmark for readers of the file.
         budget_s: Seconds for all parts together, from now.
     """
 
@@ -69,12 +69,12 @@ class Results:
             raise SystemExit(f"failed: {', '.join(self._failed)}")
 
     def share(self, parts: int) -> float | None:
-        """Seconds for the next of ``parts`` parts that are still to come; None without a budget."""
+        """Return the seconds for the next part if ``parts`` parts remain; None without a budget."""
         return None if self._end is None else max(0.0, self._end - time.monotonic()) / parts
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Keep a failure of this part from the others."""
+        """Catch a failure of this part, so that the other parts still run."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -82,7 +82,7 @@ class Results:
             self.add({"part": name, "error": sentence(error)})
 
     def add(self, *rows: dict[str, Any]) -> None:
-        """Print rows and write the file; one with an ``error`` counts as a failure."""
+        """Print rows and write the file; a row with an ``error`` counts as a failure."""
         self.rows += rows
         for row in rows:
             show(row)
@@ -91,7 +91,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """Write the file, after rows were changed."""
+        """Write the file after a change of rows."""
         store(self._name, self._device, self._what, self.rows, finished=False)
 
 
@@ -105,22 +105,22 @@ def compare(
     seconds: float | None = None,
     relative: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Race loops that do the same arithmetic, the first as the baseline.
+    """Race loops that do the same arithmetic; the first loop is the baseline.
 
     Args:
-        loops: Names, and what builds each; a loop keeps ``losses``, one per block.
-        rounds: Rounds to race.
+        loops: For each loop a name and a function that builds it; a loop keeps ``losses``, one per block.
+        rounds: Number of rounds.
         steps: Steps per block.
-        device: That is waited for.
-        unit: Of the time of a step, ``us`` or ``ms``.
-        seconds: After which no further rounds begin; at least one for each loop is run.
-        relative: How far apart the losses of the last block that all have trained may be, relative to the first one.
+        device: The device, which is synchronized.
+        unit: Unit of the time of a step, ``us`` or ``ms``.
+        seconds: Seconds after which no new rounds start; at least one round for each loop is run.
+        relative: Largest relative difference of the losses of the last block that all loops have run.
 
     Returns:
-        Per loop its median time, and its time relative to the baseline's with an interval; or its ``error``.
+        For each loop its median time, and its time relative to the baseline's with an interval; or its ``error``.
 
     Raises:
-        SystemExit: The losses differ, so that speeds say nothing.
+        SystemExit: The losses differ, so the speeds cannot be compared.
     """
     runners: dict[str, Any] = {}
     laps: dict[str, Lap] = {}
@@ -132,7 +132,7 @@ def compare(
     laps |= race_within(list(runners.items()), rounds=rounds, steps=steps, device=device, seconds=seconds)
     well = {name: runner for name, runner in runners.items() if laps[name].error is None}
     if relative is not None and well:
-        # of the last block that all have trained: one that is far slower leaves the race early
+        # compare the last block that all have run, because a far slower loop is stopped early
         last = min(len(runner.losses) for runner in well.values()) - 1
         losses = {name: runner.losses[last] for name, runner in well.items()}
         check_losses_agree(losses, relative, next(iter(well.values())).losses[0])
@@ -163,7 +163,7 @@ def race_within(
     device: torch.device,
     seconds: float | None,
 ) -> dict[str, Lap]:
-    """A race of so many rounds as the seconds allow: it stops where each loop has come first equally often."""
+    """Race loops for as many rounds as the seconds allow; stop only when each loop has been first equally often."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     return race(
         runners, rounds=rounds, steps=steps, device=device,
@@ -172,25 +172,25 @@ def race_within(
 
 
 def check_losses_agree(losses: Mapping[str, float], relative: float, start: float = 0.0) -> None:
-    """Refuse to report speeds of loops that do not compute the same thing.
+    """Check that loops computed the same thing, so that their speeds can be compared.
 
     Args:
-        losses: Where each loop has come to.
-        relative: How far apart they may be.
-        start: Where all began: what has nearly vanished is compared with this.
+        losses: The last loss of each loop.
+        relative: Largest allowed relative difference.
+        start: The first loss. The difference is relative to the larger of this and the last loss of the first loop.
 
     Raises:
-        SystemExit: Naming the losses.
+        SystemExit: The losses differ; the message has them.
     """
     values = list(losses.values())
     if not max(values) - min(values) <= relative * max(abs(values[0]), abs(start)):
         raise SystemExit(
-            f"the losses differ by more than {relative:.0%}, so their speeds say nothing: {dict(losses)}"
+            f"the losses differ by more than {relative:.0%}, so their speeds cannot be compared: {dict(losses)}"
         )
 
 
 def sentence(error: BaseException) -> str:
-    """An error's type and first line, without the machine's paths."""
+    """Return an error's type and first line, without the folders of paths."""
     first = re.sub(r"(?:/[^/\s]+)+/", "", (str(error).splitlines() or [""])[0])
     return f"{type(error).__name__}: {first[:300]}"
 
@@ -220,12 +220,12 @@ def store(
     }
     fresh = path.with_suffix(".part")
     fresh.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)  # whoever is ended here leaves the file before it whole
+    fresh.replace(path)  # if the process is killed, the old file stays intact
     return path
 
 
 def write(name: str, device: torch.device, what: str | None, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Print all rows of a benchmark at its end and store them."""
+    """Print and store all rows of a finished benchmark."""
     for row in rows:
         show(row)
     path = store(name, device, what, rows)

@@ -1,9 +1,9 @@
-"""What a GPU is needed for, in parts: ``python bench/gpu.py test``, ``core`` and ``tune``.
+"""Run the tests and benchmarks that need a GPU, in parts: ``python bench/gpu.py test``, ``core`` and ``tune``.
 
-The tests are those marked ``gpu``, and after them all that ``make test DEVICE=sim`` runs, on the GPU.
-Runs on the torch of the interpreter that it is started with. Each folder of tests and each benchmark has a process of its own
-and a share of the time that is left, so that one that fails, hangs or breaks the device's context takes nothing from the
-others. What each found is in ``bench/results`` as soon as it is known; failures are listed at the end.
+The tests are first those marked ``gpu``, then all tests that ``make test DEVICE=sim`` runs, on the GPU. The script
+uses the torch of the interpreter that runs it. Each file or folder of tests and each benchmark has its own process
+and a share of the remaining time, so that one that fails, hangs or breaks the device's context does not affect the
+others. Each result is written to ``bench/results`` as soon as it is known. Failures are listed at the end.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from typing import Any
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 NEEDS = {"test": ("pytest",), "core": (), "tune": ("numpy",)}
-"""Packages beside torch without which a part cannot begin."""
+"""Packages that a part needs besides torch."""
 CORE = ("overhead", "sine", "master", "compat")
 LARGE = "gpt?layers=8&width=2048&context=512&batch=16"
-"""400 million parameters, and products large enough for a GPU of today: smaller ones are bound by what the host dispatches."""
+"""A GPT with 400 million parameters, large enough for a modern GPU; a smaller one would be dispatch-bound."""
 TUNED = {"cuda": ("sine", "gpt?layers=6&width=768", LARGE), "cpu": ("sine", "gpt", "digits")}
 ROUNDS_SHARE, SEARCH_SHARE = 0.5, 0.4
-"""Of a benchmark's time, for rounds beside imports and memory, and for one search beside the races after it."""
+"""Shares of a benchmark's time: for rounds (the rest: imports and memory), and for a search (the rest: races)."""
 MINUTES = {"test": 60.0, "core": 8.0, "tune": 8.0}
-"""What a part may take."""
+"""Time limit of each part, in minutes."""
 OUTCOME = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 @dataclass
 class Job:
-    """One process of a part: its name, its command, and the option that takes its budget, with the share of its time."""
+    """One process of a part: its name, its command, and its budget option with the share of its time for this option."""
 
     name: str
     command: list[str]
@@ -48,7 +48,7 @@ class Job:
 
 
 def jobs(part: str, device: str) -> list[Job]:
-    """What a part consists of."""
+    """Return the jobs of a part."""
     if part == "core":
         return [
             Job(
@@ -85,9 +85,9 @@ def jobs(part: str, device: str) -> list[Job]:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if "pytest.mark.gpu" in (text := path.read_text(encoding="utf-8"))
     }
-    # Files of nothing but GPU tests are the long ones: they come last and have all the time that the others left.
+    # Files with GPU tests only take longest, so they come last and get all the remaining time.
     files = sorted(marked, key=lambda path: "pytestmark = pytest.mark.gpu" in marked[path])
-    # The project's own options are those of plugins; a warning that only a GPU brings is listed, not an error.
+    # The project's own options need plugins, so they are dropped. Warnings that occur only on a GPU are not errors.
     options = ["-v", "-rfE", "--tb=short", "-o", "addopts=", "-o", "faulthandler_timeout=40", "-W", "default"]
     marked_ones = [
         Job(name, ["-m", "pytest", *options, "-m", "gpu", name])
@@ -99,7 +99,7 @@ def jobs(part: str, device: str) -> list[Job]:
 
 
 def on_devices() -> list[str]:
-    """The folders of tests that concern devices, as the Makefile lists them."""
+    """Return the folders of tests that concern devices, as listed in the Makefile."""
     makefile = ROOT / "Makefile"
     if not makefile.is_file():
         return []
@@ -109,7 +109,7 @@ def on_devices() -> list[str]:
 
 
 def unfit(part: str, device: str) -> str | None:
-    """Why a part cannot begin, in one sentence; None if it can."""
+    """Return one sentence that says why a part cannot start; None if it can."""
     missing = [name for name in ("torch", *NEEDS[part]) if importlib.util.find_spec(name) is None]
     if missing:
         names = " ".join(missing)
@@ -132,19 +132,19 @@ def unfit(part: str, device: str) -> str | None:
 
 
 def surroundings(device: str) -> dict[str, str]:
-    """Environment variables of each process."""
+    """Return the environment variables of each process."""
     return os.environ | {
         "CASTWISE_TEST_DEVICE": device,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
-        # whatever else is installed there, these tests need none of it, nor its options
+        # these tests need no installed pytest plugins and no options from the environment
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTEST_ADDOPTS": "",
     }
 
 
 def environment(device: str) -> dict[str, Any] | None:
-    """What is measured on. A process of its own asks the device, so that this one leaves it alone, whatever becomes of it."""
+    """Return the description of the device; a separate process reads it, so that this process never uses the device."""
     code = (
         "import dataclasses, json, sys; from castwise.lab.timing.environment import environment; "
         "print(json.dumps(dataclasses.asdict(environment(sys.argv[1]))))"
@@ -155,12 +155,12 @@ def environment(device: str) -> dict[str, Any] | None:
             text=True, stdout=subprocess.PIPE, check=True, timeout=60,
         )  # fmt: skip
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return None  # what was in its way is in the way of every job, and said there
+        return None  # every job will fail for the same reason and report it
     return json.loads(done.stdout) | {"command": " ".join(["gpu.py", *sys.argv[1:]])}
 
 
 def run(job: Job, limit_s: float, device: str) -> dict[str, Any]:
-    """Run a job to its end or to its limit, showing what it prints; how it ended, as a row."""
+    """Run a job to its end or its time limit, print its output, and return its outcome as a row."""
     budget = [job.budget[0], f"{job.budget[1] * limit_s:.0f}"] if job.budget else []
     print(f"--- {job.name} (at most {limit_s:.0f} s)", flush=True)
     began = time.monotonic()
@@ -184,7 +184,7 @@ def run(job: Job, limit_s: float, device: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         how = f"ended after {limit_s:.0f} s"
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the process and those that it started
+        with contextlib.suppress(ProcessLookupError):  # the process and its children
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         reader.join(5.0)
@@ -195,13 +195,13 @@ def run(job: Job, limit_s: float, device: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run one part; the exit status is 1 if any of it failed, 2 if it could not begin."""
+    """Run one part; return the exit status: 1 if a job failed, 2 if the part could not start."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=list(NEEDS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--minutes", type=float, help="for the whole part")
+    parser.add_argument("--minutes", type=float, help="time limit for the whole part")
     parser.add_argument(
-        "--only", default="", help="names of its jobs, between commas, in the order to run them"
+        "--only", default="", help="comma-separated names of jobs, in the order in which to run them"
     )
     options = parser.parse_args()
     end = time.monotonic() + 60.0 * (options.minutes or MINUTES[options.part])
@@ -213,7 +213,7 @@ def main() -> int:
     if not known.keys() >= set(asked):
         parser.error(f"--only {options.only}: the jobs of {options.part} are {list(known)}")
     chosen = [known[name] for name in asked]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running job is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running job too
 
     rows: list[dict[str, Any]] = []
     record = {"environment": environment(options.device), "finished": False, "rows": rows}

@@ -1,4 +1,4 @@
-"""The training loops that benchmarks compare: written by hand with torch.amp, and as the README writes them."""
+"""The training loops that benchmarks compare: hand-written with torch.amp, and as in castwise's README."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 class Loop:
-    """One way to write the loop."""
+    """A training loop around a function that runs one step."""
 
     def __init__(self, step: Callable[[], torch.Tensor]) -> None:
         self.step = step
         self.losses: list[float] = []
 
     def before(self, steps: int) -> None:
-        """Nothing to fetch: the batch is fixed."""
+        """Do nothing: the batch is fixed."""
 
     def run(self, steps: int) -> None:
         """Train for some steps."""
@@ -32,13 +32,16 @@ class Loop:
         self.losses.append(float(loss.detach()))
 
     def after(self) -> None:
-        """Nothing to clean up."""
+        """Do nothing: there is nothing to clean up."""
 
 
 def start(
     workload: Workload, device: torch.device, make_optimizer: MakeOptimizer | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, ...]]:
-    """The same weights and data for every loop; the workload's optimizer unless another is asked for."""
+    """Return a model, an optimizer and a batch, with the same weights and data for every loop.
+
+    The optimizer is the workload's, unless ``make_optimizer`` is given.
+    """
     torch.manual_seed(0)
     model = workload.model().to(device)
     optimizer = (make_optimizer or workload.optimizer)(model.parameters())
@@ -51,7 +54,7 @@ def training_by_hand(
     dtype: torch.dtype,
     make_optimizer: MakeOptimizer | None = None,
 ) -> Loop:
-    """torch.autocast around forward and loss, GradScaler in fp16; fp32 without either."""
+    """Return a loop with torch.autocast around forward and loss, and GradScaler in fp16; fp32 uses neither."""
     model, optimizer, batch = start(workload, device, make_optimizer)
     low = dtype is not torch.float32
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
@@ -75,7 +78,7 @@ def training_by_castwise(
     make_optimizer: MakeOptimizer | None = None,
     **options: Any,
 ) -> Loop:
-    """The loop of the README; ``options`` are those of :class:`castwise.Amp`."""
+    """Return the loop of the README; ``options`` are passed to :class:`castwise.Amp`."""
     model, optimizer, batch = start(workload, device, make_optimizer)
     amp = castwise.Amp(plan, device=device, **options)
     model, optimizer = amp.prepare(model, optimizer)
@@ -85,7 +88,7 @@ def training_by_castwise(
 def readme_loop(
     amp: castwise.Amp, optimizer: torch.optim.Optimizer, loss_of: Callable[[], torch.Tensor]
 ) -> Loop:
-    """The loop of the README around a loss on a fixed batch."""
+    """Return the loop of the README for a loss on a fixed batch."""
 
     def step() -> torch.Tensor:
         loss = loss_of()

@@ -1,10 +1,13 @@
-"""Every plan on every layout, and training that is killed again and again; run by ``make soak``.
+"""Test every plan on every distributed layout, and training whose processes are killed repeatedly.
 
-``layouts``: each layout with each preset and with regions and operator rules, eager and compiled, with and without
-activation checkpointing, clipped and not, fused and not, with a half that trains nothing; gradients summed by hand, early and late,
-with a rank that has no batch, and averaged weights: against one process, as in ``tests/distributed/test_layouts.py``.
-``kills``: ``castwise train`` under torchrun's elastic restarts, a process killed at random moments; the weights at the
-end against those of an undisturbed run, bit for bit. ``own``: the same of the example in docs/parallel.md.
+This is run by ``make soak``.
+
+``layouts``: each layout with each preset and with regions and operator rules. Variants are eager and compiled, with
+and without activation checkpointing and gradient clipping, with accumulation, with other pipeline schedules, and with
+a frozen half of the model. Custom loops sum gradients by hand, before or after unscaling and with a rank that has no
+batch, or average weights. Each run is compared with one process, as in ``tests/distributed/test_layouts.py``.
+``kills``: ``castwise train`` under torchrun's elastic restarts, with a process killed at random moments. The final
+weights must equal those of an undisturbed run bit for bit. ``own``: the same for the example in docs/parallel.md.
 """
 
 from __future__ import annotations
@@ -51,17 +54,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 STEPS = 6
 LONG = 50
-"""Of the plain variant on two processes; ``make test`` trains so long under one plan."""
+"""Number of steps of the plain variant on two processes; ``make test`` trains this long under one plan only."""
 
 
 KILLED = {"kills": (kills.Training, kills.STEPS, 5), "own": (kills.OwnLoop, 3000, 0)}
-"""What is killed, how many steps it has, and restarts beside those for the kills: gloo's teardown aborts now and then."""
+"""The killed training, its number of steps, and extra restarts, since gloo's teardown sometimes aborts."""
 
 
 def fits(layout: str, plan: str, variant: str, size: int) -> bool:
-    """Whether a variant means something on a layout; beyond two processes, every plan plain and every variant for some."""
+    """Return whether a variant is run on a layout.
+
+    On four processes most plans run only the plain variant, and on eight processes all plans do.
+    """
     pipeline = "pp" in layout.split(".")
-    if layout == "local":  # ranks that clip each by itself do not add up to one
+    if layout == "local":  # ranks that clip separately do not match one process
         return variant == "unclipped"
     if variant in ("idle", "late") and layout != "manual":
         return False
@@ -70,12 +76,15 @@ def fits(layout: str, plan: str, variant: str, size: int) -> bool:
     if variant in ("gpipe", "interleaved"):
         return (
             pipeline and "ddp" not in layout
-        )  # plain torch 2.13 fails there too: forwards pile up before a backward
+        )  # plain torch 2.13 fails with DDP too: several forwards run before a backward
     return not (variant == "accumulated" and pipeline)
 
 
 def worst(traces: list[Trace], want: Trace, plan: str) -> tuple[float, str]:
-    """How far a run is from one process's, in tolerances, and in what; infinite where ranks or skips differ."""
+    """Return the largest distance from the run of one process, in tolerances, and the quantity that has it.
+
+    The distance is infinite if the ranks differ, or if the skipped steps or the loss scale do.
+    """
     loss, norm, weight = tolerance(plan)
     found: list[tuple[float, str]] = [(0.0, "")]
     for trace in traces:
@@ -95,7 +104,7 @@ def worst(traces: list[Trace], want: Trace, plan: str) -> tuple[float, str]:
 
 
 def layouts() -> Iterator[dict[str, Any]]:
-    """A row per layout, plan and variant."""
+    """Yield a row for each layout, plan and variant."""
     plans = [*PRESETS, REGIONS]
     references: dict[Any, Trace] = {}
     for size, names in LAYOUTS.items():
@@ -128,7 +137,7 @@ def layouts() -> Iterator[dict[str, Any]]:
 def killed(
     part: str, what: type[kills.Training | kills.OwnLoop], steps: int, spare: int, times: int, seed: int
 ) -> dict[str, Any]:
-    """Kills at random moments, and what was lost: nothing, if the weights are those of a quiet run."""
+    """Kill a training's processes at random moments and compare the final weights with those of an undisturbed run."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         quiet = what(Path(folder) / "quiet", steps=steps)
@@ -138,7 +147,7 @@ def killed(
             moments = []
             while len(moments) < times and noisy.running():
                 before = noisy.steps_made()
-                if draw.random() < 0.8:  # else while it starts
+                if draw.random() < 0.8:  # otherwise kill during the start
                     deadline = time.monotonic() + 60
                     while (
                         noisy.running() and noisy.steps_made() in (0, before) and time.monotonic() < deadline
@@ -158,7 +167,7 @@ def killed(
 
 
 def main() -> None:
-    """Run all of it and write ``results/soak-PART-cpu.json`` for each part."""
+    """Run all parts and write ``results/soak-PART-cpu.json`` for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,1 +1,1 @@
-"""Makers of NaN and infinities with the truth about each, and twins in which infinities are meant."""
+"""Models that produce NaN or infinities, with the right answer for each, and sound models with intended infinities."""

@@ -1,6 +1,6 @@
-"""Small models and losses that make NaN or infinities, each with the operator, module and phase that is to blame.
+"""Small models and losses that produce NaN or infinities, each with the operator, module and phase that cause them.
 
-The truth is written by hand from the code of the case. Sound cases make infinities that go away again.
+The right answer is written by hand from the code of the case. Sound cases produce infinities that disappear again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTH = 16
 
 
 class Op(nn.Module):
-    """A module that computes what it is given."""
+    """A module that applies a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Op(nn.Module):
 
 
 class Net(nn.Module):
-    """Linear, the place, LayerNorm where ``tame``, Linear: ``[batch, WIDTH]`` to the same."""
+    """Linear, the place, LayerNorm if ``tame``, Linear; maps ``[batch, WIDTH]`` to the same shape."""
 
     def __init__(self, place: nn.Module, tame: bool = True) -> None:
         super().__init__()
@@ -45,40 +45,40 @@ class Net(nn.Module):
 
 
 def op(function: Callable[[Tensor], Tensor], tame: bool = True) -> Callable[[], nn.Module]:
-    """A model with a function as its place."""
+    """Return a function that builds a model with ``function`` as its place."""
     return lambda: Net(Op(function), tame)
 
 
 def square(model: nn.Module, batch: Any) -> Tensor:
-    """The mean square of what the model answers."""
+    """Return the mean square of the model's output."""
     return model(batch).float().square().mean()
 
 
 def noise() -> Tensor:
-    """A batch ``[8, WIDTH]``."""
+    """Return a batch ``[8, WIDTH]``."""
     drawn = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1), device="cpu")
     return drawn.to(torch.get_default_device())
 
 
 @dataclass(frozen=True)
 class Maker:
-    """A case and the truth about it.
+    """A case and its right answer.
 
     Attributes:
-        name: Of the case.
-        model: Makes the model.
-        operators: Any of which is right; empty for a sound case.
-        module: Path that is right.
-        phase: That is right.
-        kind: What it comes from.
-        cause: Any of which is right; empty leaves it open.
-        plan: To run by.
-        loss: Of the model and the batch.
+        name: Name of the case.
+        model: Builds the model.
+        operators: The right operators, any of which is accepted; empty for a sound case.
+        module: Path of the right module.
+        phase: The right phase.
+        kind: The right kind of origin.
+        cause: The right causes, any of which is accepted; if empty, the cause is not checked.
+        plan: The plan to run under.
+        loss: Computes the loss from the model and the batch.
         batch: Makes the batch.
-        cured: Whether a plan cures it.
-        scale: The loss scale in the place of the plan's.
-        call: Number of the module's call.
-        in_model: Whether it is the model's fault rather than the loss's.
+        cured: Whether a plan cures the case.
+        scale: A loss scale that replaces the plan's.
+        call: Index of the module's call.
+        in_model: Whether the fault is in the model's code, not in the loss, the data or the weights.
     """
 
     name: str
@@ -145,7 +145,7 @@ _inverse.register_autograd(lambda ctx, grad: grad)
 
 
 class Recurrent(nn.Module):
-    """A recurrence without a bound that grows step by step."""
+    """A recurrent network whose state grows without bound."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Recurrent(nn.Module):
 
 
 class Shared(nn.Module):
-    """One module called twice; the second input makes it overflow."""
+    """A model that calls one module twice; the second input makes it overflow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Shared(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention by hand; ``gain`` scales products, ``hidden`` says what is masked."""
+    """Hand-written attention; ``gain`` scales the queries and keys, ``hidden`` returns the positions to mask."""
 
     def __init__(self, gain: float, hidden: Callable[[int], Tensor], fill: str = "masked_fill") -> None:
         super().__init__()
@@ -198,12 +198,12 @@ class Attention(nn.Module):
 
 
 def causal(size: int) -> Tensor:
-    """What attention may not look at: the future."""
+    """Return a mask of the future positions."""
     return torch.ones(size, size, dtype=torch.bool).triu(1)
 
 
 def strictly(size: int) -> Tensor:
-    """The future and oneself: the first row has nothing left."""
+    """Return a mask of the future and the current position, which hides everything from the first row."""
     return torch.ones(size, size, dtype=torch.bool).triu(0)
 
 
@@ -211,7 +211,7 @@ def strictly(size: int) -> Tensor:
 
 
 class _Divides(torch.autograd.Function):
-    """Identity that divides its gradient by the input's positive part."""
+    """The identity, with a gradient that is divided by the positive part of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 class Checkpointed(nn.Module):
-    """A place that is computed again in backward."""
+    """A place that is recomputed in backward."""
 
     def __init__(self, place: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Checkpointed(nn.Module):
 
 
 class Cell(nn.Module):
-    """A place of its own between two layers, for checkpoints."""
+    """A function between two linear layers, for checkpoints."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -263,12 +263,12 @@ class Cell(nn.Module):
 
 
 def checkpointed(function: Callable[[Tensor], Tensor], reentrant: bool) -> Callable[[], nn.Module]:
-    """A model whose place is computed again in backward."""
+    """Return a function that builds a model whose place is recomputed in backward."""
     return lambda: Net(Checkpointed(Cell(function), reentrant))
 
 
 def compiled(function: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
-    """A model whose place is compiled."""
+    """Return a function that builds a model whose place is compiled."""
 
     def make() -> nn.Module:
         cell = Cell(function)

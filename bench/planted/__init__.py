@@ -1,1 +1,1 @@
-"""Small models with one numerically fragile place each, their sound twins, and a judge that knows nothing of parity."""
+"""Small models with one numerically fragile place each, their sound twins, and a judge without the parity test."""

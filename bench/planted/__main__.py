@@ -1,4 +1,4 @@
-"""Judge the suite itself: what is fragile fails, what is exempted or sound does not."""
+"""Check the suite itself: fragile models fail in training; models with the place in fp32 and sound models do not."""
 
 from __future__ import annotations
 

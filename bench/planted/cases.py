@@ -1,8 +1,8 @@
-"""Models with one fragile place, and the same models with that place done soundly.
+"""Models with one numerically fragile place, and the same models with a sound version of that place.
 
-Every model has the same frame - a Linear that brings features in, blocks of Linear, LayerNorm and GELU around the place,
-and a Linear that answers - so that exempting everything would show. The place is a module of its own at ``place``; it
-gets its input from a layer that computes low, and keeping it alone in fp32 cures it.
+Every model has the same frame: an input Linear, blocks of Linear, LayerNorm and GELU around the place, and an output
+Linear. So a plan that exempts everything is noticed. The place is a module at the path ``place``. Its input comes
+from a layer that computes in the low format, and keeping only this module in fp32 cures the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLASSES = 8
 
 
 class Frame(nn.Module):
-    """Linear, blocks, the place, blocks, Linear: ``[batch, tokens, features]`` to logits ``[batch, classes]``."""
+    """A frame around the place; maps ``[batch, tokens, features]`` to logits ``[batch, classes]``."""
 
     def __init__(self, place: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Frame(nn.Module):
         self.answer = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Answer ``[batch, classes]``."""
+        """Return logits ``[batch, classes]``."""
         x = self.place(self.before(self.inward(x)))
         return self.answer(self.after(x).mean(1))
 
@@ -44,14 +44,14 @@ class Frame(nn.Module):
 
 
 class Variance(nn.Module):
-    """Standardises with the variance as E[x^2] - E[x]^2 around a mean of 400."""
+    """Standardization with the variance computed as E[x^2] - E[x]^2, around a mean of 400."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.sound = sound
 
     def forward(self, x: Tensor) -> Tensor:
-        """Standardise over features."""
+        """Standardize over features."""
         if self.sound:
             return functional.layer_norm(x, (WIDTH,))
         y = x + 400.0
@@ -61,14 +61,14 @@ class Variance(nn.Module):
 
 
 class LogSumExp(nn.Module):
-    """Log-probabilities by hand of values up to some dozens, without taking the maximum off first."""
+    """Hand-written log-softmax of values up to a few dozen, without subtracting the maximum first."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.sound = sound
 
     def forward(self, x: Tensor) -> Tensor:
-        """Log-softmax over features, scaled."""
+        """Return the log-softmax over features, scaled."""
         if self.sound:
             return 0.1 * functional.log_softmax(2.0 * x.float(), -1).to(x.dtype)
         y = 2.0 * x + 12.0
@@ -76,56 +76,56 @@ class LogSumExp(nn.Module):
 
 
 class Softmax(nn.Module):
-    """Softmax by hand over logits that a common offset of 8000 makes large, which a low format cannot resolve."""
+    """Hand-written softmax over logits with a common offset of 8000, whose differences a low format cannot resolve."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.sound = sound
 
     def forward(self, x: Tensor) -> Tensor:
-        """Weights over features, brought back to the features' size."""
+        """Return the weights over features, scaled to the size of the features."""
         y = x if self.sound else x + 8000.0
         weights = (y - y.amax(-1, keepdim=True)).exp()
         return WIDTH * weights / weights.sum(-1, keepdim=True) - 1.0
 
 
 class Epsilon(nn.Module):
-    """Divides by a root mean square that is sometimes zero, with an epsilon that fp16 does not hold."""
+    """Division by a root mean square that is sometimes zero, with an epsilon that is zero in fp16."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.eps = 1e-3 if sound else 1e-8
 
     def forward(self, x: Tensor) -> Tensor:
-        """RMS-normalise; every eighth token is silent."""
+        """RMS-normalize, with every eighth token set to zero."""
         keep = torch.arange(x.shape[1], device=x.device) % 8 != 0
         y = x * keep[:, None]
         return y / ((y * y).mean(-1, keepdim=True) + self.eps).sqrt()
 
 
 class SquaredError(nn.Module):
-    """The mean squared distance from a reference 300 away."""
+    """A gate computed from the mean square of values around 300."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.scale = 1.0 if sound else 300.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gate features by their distance from the reference."""
+        """Gate features by their mean squared distance from a reference."""
         y = self.scale * (x + 1.0)
         distance = (y * y).mean(-1, keepdim=True) / self.scale**2
         return x * torch.sigmoid(1.0 - distance)
 
 
 class Cumulative(nn.Module):
-    """A running mean as a running sum of terms around 400, over all tokens."""
+    """A running mean over tokens, computed from a running sum of terms around 400."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.sound = sound
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mean over the tokens so far, step by step."""
+        """Return the mean over all tokens up to each token."""
         count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
         if self.sound:
             return 4.0 * (x.float().cumsum(1) / count).to(x.dtype)
@@ -138,21 +138,21 @@ class Cumulative(nn.Module):
 
 
 class SmallNorm(nn.Module):
-    """The difference of two large near-equal vectors over its norm."""
+    """The difference of two large, nearly equal vectors, divided by its norm."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.offset = 0.0 if sound else 8000.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Unit vectors, scaled by sqrt(features)."""
+        """Return unit vectors, scaled by sqrt(features)."""
         difference = (0.5 * x + self.offset) - self.offset
         norm = (difference * difference).sum(-1, keepdim=True).add(1e-4).sqrt()
         return math.sqrt(WIDTH) * difference / norm
 
 
 class Solve(nn.Module):
-    """Solves nearly singular systems of two unknowns by Cramer's rule, their determinants as 1 - c^2."""
+    """A solver of nearly singular 2 x 2 systems by Cramer's rule, with the determinant computed as 1 - c^2."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Solve(nn.Module):
 
 
 class Positions(nn.Module):
-    """Takes a rotation by sinusoidal positions back, with the angles in the format of the features."""
+    """A rotation by positions and its inverse, with the inverse's angles computed in the format of the features."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Positions(nn.Module):
         return position * torch.linspace(1.0, 0.1, WIDTH // 2, device=like.device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rotate pairs of features by their positions, and back."""
+        """Rotate pairs of features by their positions and back."""
         exact = self._angles(x, torch.float32)
         again = exact if self.sound else self._angles(x, x.dtype)
         a, b = x.chunk(2, -1)
@@ -207,27 +207,27 @@ class Overflow(nn.Module):
 
 
 class Underflow(nn.Module):
-    """Squares of small numbers, which fp16 flushes to zero, brought back by a large factor."""
+    """Squares of small numbers, which underflow in fp16, multiplied by a large factor."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.small = 1.0 if sound else 1e-4
 
     def forward(self, x: Tensor) -> Tensor:
-        """Signed squares of features."""
+        """Return signed squares of features."""
         y = self.small * x
         return (y * y.abs()) / self.small**2 * 0.5
 
 
 class Recurrence(nn.Module):
-    """A leaky sum whose small steps are lost beside its size."""
+    """A running sum that starts at 512, whose small steps are lost to rounding."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.sound = sound
 
     def forward(self, x: Tensor) -> Tensor:
-        """State after each token."""
+        """Return the state after each token."""
         state = torch.zeros_like(x[:, 0]) if self.sound else torch.full_like(x[:, 0], 512.0)
         out = []
         for t in range(x.shape[1]):
@@ -237,14 +237,14 @@ class Recurrence(nn.Module):
 
 
 class Counting(nn.Module):
-    """Takes back an alternating sign found from large positions, which are floats of the features' format."""
+    """An alternating sign that is undone by a sign computed from large positions, in the format of the features."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.start = 0.0 if sound else 4000.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Change the sign of every other token, and back."""
+        """Change the sign of every other token and change it back."""
         at = torch.arange(x.shape[1], device=x.device)
         position = at.to(x.dtype) + self.start
         sign = torch.cos(math.pi * (position - self.start))
@@ -252,14 +252,14 @@ class Counting(nn.Module):
 
 
 class Exponential(nn.Module):
-    """Growth and decay that cancel: exp(x + 9) times exp(-9), beyond fp16."""
+    """exp(x + 10.5) times exp(-10.5): two factors that cancel, of which the first overflows fp16."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
         self.shift = 0.0 if sound else 10.5
 
     def forward(self, x: Tensor) -> Tensor:
-        """Exponential of features, scaled."""
+        """Return the exponential of the features, scaled."""
         y = 0.7 * x
         return 0.3 * (y + self.shift).exp() * math.exp(-self.shift)
 
@@ -269,12 +269,12 @@ class Exponential(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A fragile place.
+    """A case with a fragile place.
 
     Attributes:
-        name: Of the case.
-        formats: Those of bf16 and fp16 in which training shows it.
-        place: Makes the module, sound or not.
+        name: Name of the case.
+        formats: The formats among bf16 and fp16 in which training fails because of the place.
+        place: Builds the module, sound or not.
     """
 
     name: str
@@ -283,11 +283,11 @@ class Case:
 
     @property
     def fragile(self) -> str:
-        """Path of the place."""
+        """Return the path of the place."""
         return "place"
 
     def workload(self, sound: bool) -> Workload:
-        """The model with the place, or its sound twin."""
+        """Return the workload with the fragile place, or its sound twin."""
         return Workload(
             name=f"{self.name}-{'sound' if sound else 'fragile'}",
             model=partial(_model, self.place, sound),
@@ -297,7 +297,7 @@ class Case:
         )
 
     def units(self) -> list[str]:
-        """Every module that computes: those that an exemption could name."""
+        """Return the paths of all modules except containers, which a plan could exempt."""
         model = Frame(self.place(False))
         return [name for name, m in model.named_modules() if name and not isinstance(m, nn.Sequential)]
 
@@ -316,7 +316,7 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens of noise around a prototype of their class: ``[16, tokens, WIDTH]`` and labels ``[16]``."""
+    """Yield noisy tokens around a prototype of their class, ``[16, tokens, WIDTH]``, and labels ``[16]``."""
     prototypes = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(99))
     generator = torch.Generator().manual_seed(seed)
     while True:

@@ -1,6 +1,7 @@
-"""A third suite: random draws and discrete choices, which a test that compares gradients at equal draws and choices could miss.
+"""A third suite: faults in random draws and discrete choices.
 
-Frames, tasks and batches are those of the held-out suite, and so is the judge (:mod:`planted.paired`).
+A test that compares gradients at equal draws and choices could miss these. Frames, tasks, batches and the judge
+(:mod:`planted.paired`) are those of the held-out suite.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from planted.places import Place
 
 
 class ExponentialNoise(Place):
-    """Adds exponential noise, as the negative logarithm of ``rand_like``."""
+    """Addition of exponential noise, computed as the negative logarithm of ``rand_like``."""
 
     def forward(self, x: Tensor) -> Tensor:
         u = torch.rand_like(x)
@@ -24,7 +25,7 @@ class ExponentialNoise(Place):
 
 
 class Gumbel(Place):
-    """A mean over tokens with weights from Gumbel noise."""
+    """A weighted mean over tokens, with Gumbel noise in the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         u = torch.rand_like(x)
@@ -33,7 +34,7 @@ class Gumbel(Place):
 
 
 class RareEvent(Place):
-    """Features that fail with a probability of 1 in 10,000, and then read 60."""
+    """Features that are replaced by 60 with a probability of 1 in 10,000."""
 
     def forward(self, x: Tensor) -> Tensor:
         u = torch.rand(x.shape, device=x.device) if self.sound else torch.rand_like(x)
@@ -41,12 +42,12 @@ class RareEvent(Place):
 
 
 def _coded(x: Tensor, index: Tensor) -> Tensor:
-    """Features with a code of whole numbers modulo 16 added."""
+    """Add the one-hot code of integers modulo 16 to the features."""
     return x + functional.one_hot(index % 16, x.shape[-1]).to(x.dtype)
 
 
 class Edges(Place):
-    """Codes the interval of sorted edges in which a number lies."""
+    """A code of the interval between sorted edges that contains a number."""
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         dtype = torch.float32 if self.sound else x.dtype
@@ -55,7 +56,7 @@ class Edges(Place):
 
 
 class Counted(Place):
-    """Codes positions that are counted from the first token's by adding up ones."""
+    """A code of positions, which are counted from the first token's position by a cumulative sum of ones."""
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         dtype = torch.float32 if self.sound else x.dtype
@@ -65,7 +66,7 @@ class Counted(Place):
 
 
 class Matched(Place):
-    """Codes which of the numbers from 0 to 15 a number is, modulo 16, as a mask."""
+    """A code of a number modulo 16, computed as a mask by comparison with 0 to 15."""
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
         each = number.to(torch.float32 if self.sound else x.dtype).unsqueeze(-1)

@@ -1,10 +1,11 @@
-"""The judge of the planted suite: a training run of a plan against fp32, and nothing else.
+"""The judge of the first suite, which trains a plan and fp32 and compares the losses.
 
 It shares no code with the gradient test or the search: a plan fails if its training does.
 
-A plan *fails* if a loss is not finite, if the loss scale gives up, if a tenth of its steps or more are skipped after the
-first fifth of the run, or if its loss over the last fifth, averaged over seeds, is worse than fp32's by more than the
-margin: the larger of the standard deviation of fp32's own loss over seeds and 3 % of it. Pairs share weights and data.
+A plan *fails* if a loss is not finite, if castwise raises an error such as a failing loss scale, if more than a tenth
+of the steps are skipped (skips in the first fifth do not count), or if its loss over the last fifth, averaged over
+seeds, is worse than fp32's by more than the margin. The margin is the larger of the standard deviation of fp32's loss
+over seeds and 3 % of that loss. The plan and fp32 train from the same weights on the same data.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ RELATIVE = 0.03
 
 @dataclass(frozen=True)
 class Sentence:
-    """What the judge says of a plan.
+    """The judge's verdict on a plan.
 
     Attributes:
-        fails: Whether training shows that it is not sound.
-        why: In a clause.
+        fails: Whether the plan fails in training.
+        why: The reason, as a clause.
         reference: fp32's loss over the last fifth, mean over seeds.
-        loss: The plan's.
-        margin: How much worse it may be.
+        loss: The same of the plan.
+        margin: How much worse the plan's loss may be.
     """
 
     fails: bool
@@ -65,7 +66,7 @@ def train(workload: Workload, plan: Plan, seed: int, steps: int = STEPS) -> tupl
 
 
 def reference(workload: Workload, seeds: int = SEEDS, steps: int = STEPS) -> list[float]:
-    """fp32's losses by seed."""
+    """Train in fp32 and return the loss of each seed."""
     return [train(workload, Plan.preset("fp32"), seed, steps)[0] for seed in range(seeds)]
 
 

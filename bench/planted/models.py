@@ -1,8 +1,9 @@
-"""A held-out suite of planted failures: written without reading the search, committed before one had run on it.
+"""A held-out suite of planted failures.
 
-The search is older than both suites, so neither can claim to have been fixed before it; this one can only claim that
-nothing in it was fitted to what the search finds. Its models differ in shape and in where the fragile place sits, and each
-twin computes the same function soundly.
+It was written without reading the search and committed before any search had run on it.
+The search is older than both suites, so neither suite was fixed before it. But nothing in this suite was fitted to
+what the search finds. The models differ in shape and in the position of the fragile place, and each sound twin
+computes the same function.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Low = Literal["bf16", "fp16"]
 
 
 class Block(nn.Module):
-    """A residual pair of linear layers: ``[..., WIDTH]`` to the same."""
+    """A residual pair of linear layers; maps ``[..., WIDTH]`` to the same shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Classifies samples; the place is one of the trunk's stages, before or after its block."""
+    """A classifier of samples; the place is one of the trunk's stages, before or after its block."""
 
     def __init__(self, place: nn.Module, at: int) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Stack(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Classifies samples; the place is the pool."""
+    """A classifier of samples; the place is the pooling."""
 
     def __init__(self, place: nn.Module) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Pooled(nn.Module):
 
 
 class Attend(nn.Module):
-    """The layers around a core of attention."""
+    """The linear layers around an attention core."""
 
     def __init__(self, core: nn.Module) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Attend(nn.Module):
 
 
 class Attentive(nn.Module):
-    """Classifies samples; the place is the core of attention."""
+    """A classifier of samples; the place is the attention core."""
 
     def __init__(self, place: nn.Module) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Attentive(nn.Module):
 
 
 class Indexed(nn.Module):
-    """Answers for every token from features and a whole number; the place joins them."""
+    """A model with an output per token, computed from features and an integer; the place combines the two."""
 
     def __init__(self, place: nn.Module, out: int) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ def _optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _batches(task: Task, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tokens of noise around a prototype of their class, with labels, or with numbers and what they call for."""
+    """Yield noisy tokens around a prototype of their class, with labels, or with numbers and targets based on them."""
     prototypes = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(4242))
     table = torch.randint(CLASSES, (16,), generator=torch.Generator().manual_seed(4243))
     generator = torch.Generator().manual_seed(10_000 + seed)
@@ -160,7 +161,7 @@ def _batches(task: Task, seed: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _loss(task: Task, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """In fp32 and outside of the model."""
+    """Compute the loss in fp32, outside the model."""
     answer = model(*batch[:-1]).float()
     if task == "wave":
         return functional.mse_loss(answer.squeeze(-1), batch[-1])
@@ -172,13 +173,13 @@ class Case:
     """A model with one fragile place.
 
     Attributes:
-        name: Of the case.
-        formats: Those of bf16 and fp16 for which the place is fragile.
+        name: Name of the case.
+        formats: The formats among bf16 and fp16 for which the place is fragile.
         fragile: Path of the planted module.
-        frame: Makes the model around the place.
-        place: Makes the place, sound or not.
-        why: What goes wrong in the low format.
-        task: What the model learns.
+        frame: Builds the model around the place.
+        place: Class of the place, sound or not.
+        why: The error in the low format.
+        task: The task of the model.
     """
 
     name: str
@@ -190,7 +191,7 @@ class Case:
     task: Task = "class"
 
     def make(self, sound: bool) -> Workload:
-        """The workload with the place, or its sound twin."""
+        """Return the workload with the fragile place, or its sound twin."""
         return Workload(
             name=f"{self.name}-{'sound' if sound else 'planted'}",
             model=partial(_model, self.frame, self.place, sound),
@@ -202,13 +203,13 @@ class Case:
 
 
 def units(model: nn.Module) -> list[str]:
-    """Paths of the modules that compute something themselves: leaves, and others that are no pure containers."""
+    """Return the paths of all modules except containers."""
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     return [name for name, module in model.named_modules() if name and not isinstance(module, containers)]
 
 
 def sound_modules(case: Case) -> list[str]:
-    """Leaf modules outside of the planted one: those that no plan needs to exempt."""
+    """Return the paths of the leaf modules outside the planted one, which no plan needs to exempt."""
     model = case.make(sound=False).model()
     return [
         name
@@ -225,9 +226,9 @@ _FP16: tuple[Low, ...] = ("fp16",)
 
 CASES = (
     Case("variance", _BOTH, "trunk.1", partial(_stack, 1), places.Variance,
-         "squares around 10,000 cancel to a variance of 1"),
+         "the difference of numbers around 10,000 is a variance of 1"),
     Case("sinusoid", _BOTH, "join", partial(_indexed, 1), places.Sinusoid,
-         "positions of thousands lose their last digits, and their angles with them", "wave"),
+         "positions in the thousands lose their last digits, and so do their angles", "wave"),
     Case("rotary", _BOTH, "join", partial(_indexed, 1), places.Rotary,
          "positions of thousands lose their last digits, and their angles with them", "wave"),
     Case("log-mean-exp", _FP16, "pool", Pooled, places.SmoothMaximum,
@@ -261,5 +262,5 @@ CASES = (
     Case("finite-difference", _BOTH, "trunk.1", partial(_stack, 1), places.FiniteDifference,
          "a step of 1e-4 is lost beside 1"),
     Case("quadratic", _BOTH, "trunk.1", partial(_stack, 1), places.Quadratic,
-         "the root of a small number's neighbour cancels"),
+         "the formula subtracts two nearly equal numbers"),
 )  # fmt: skip

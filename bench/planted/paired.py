@@ -1,14 +1,15 @@
-"""The judge of the held-out and the third suite: paired training of a plan and of fp32, without gradient test or search.
+"""The judge of the held-out and the third suite: paired training of a plan and fp32, without gradient test or search.
 
-A plan *fails* if a loss is not finite, if the loss scale gives up, if every step is skipped, or if its loss over the last
-fifth of the run is worse than fp32's, in the mean over seeds, by more than the margin: the larger of the standard deviation
-of fp32's own loss over seeds (what a user sees from luck alone) and 0.25 % of it (below that nobody would notice, and few
-seeds may by chance agree). Pairs share their weights, data and random draws. One margin rule holds for every case.
+A plan *fails* if a loss is not finite, if castwise raises an error such as a failing loss scale, if every step is
+skipped, or if its loss over the last fifth of the run, averaged over seeds, is worse than fp32's by more than the
+margin. The margin is the larger of the standard deviation of fp32's loss over seeds (the effect of chance alone) and
+0.25 % of that loss (a smaller difference would not be noticed, and a few seeds may agree by chance). Pairs share
+their weights, data and random draws. The same rule for the margin applies to every case.
 
-``python bench/planted/paired.py`` judges the held-out suite itself and writes ``bench/results/planted-suite-cpu.json``, with
-``--suite discrete`` the third and ``planted-discrete-cpu.json``: in every format for which a case is fragile the low plan
-must fail, and the plan with the place in fp32 must not; the sound twin and fp32 with weights moved by a unit in their last
-place must not fail either.
+``python bench/planted/paired.py`` checks the held-out suite itself and writes
+``bench/results/planted-suite-cpu.json``. With ``--suite discrete`` it checks the third suite and writes
+``planted-discrete-cpu.json``. In every format for which a case is fragile, the low plan must fail. The low plan with
+the place in fp32, the sound twin, and fp32 with weights changed by one unit in the last place must not fail.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RELATIVE = 0.0025
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: the mean loss of its last fifth, steps skipped, and why it broke off (or an empty string)."""
+    """One training run: the mean loss of its last fifth, the number of skipped steps, and why it stopped early."""
 
     loss: float
     skipped: int
@@ -49,16 +50,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says of a plan.
+    """The judge's verdict on a plan.
 
     Attributes:
-        fails: Whether training shows that it is not sound.
-        why: In a clause.
+        fails: Whether the plan fails in training.
+        why: The reason, as a clause.
         fp32_loss: fp32's loss over the last fifth, mean over seeds.
-        plan_loss: The plan's; infinite where a run broke off.
-        margin: How much worse it may be.
-        excess: ``(plan_loss - fp32_loss) / margin``: fails above 1.
-        skipped: Most steps that a run skipped.
+        plan_loss: The same of the plan; infinite if a run stopped early.
+        margin: How much worse the plan's loss may be.
+        excess: ``(plan_loss - fp32_loss) / margin``; the plan fails above 1.
+        skipped: The largest number of steps that a run skipped.
     """
 
     fails: bool
@@ -71,7 +72,7 @@ class Verdict:
 
 
 def train(workload: Workload, plan: Plan, seed: int, steps: int = STEPS, nudge: bool = False) -> Run:
-    """Train from the seed's weights on the seed's batches; ``nudge`` moves every weight by a unit in its last place."""
+    """Train from the seed's weights on its batches; ``nudge`` changes every weight by one unit in the last place."""
     torch.manual_seed(seed)
     model = workload.model()
     if nudge:
@@ -104,7 +105,7 @@ def train(workload: Workload, plan: Plan, seed: int, steps: int = STEPS, nudge: 
 
 
 def train_fp32(workload: Workload, *, steps: int = STEPS, seeds: Sequence[int] = SEEDS) -> list[Run]:
-    """fp32's runs by seed, to be given to :func:`judge`."""
+    """Train in fp32 and return the run of each seed, for :func:`judge`."""
     return [train(workload, Plan.preset("fp32"), seed, steps) for seed in seeds]
 
 
@@ -120,12 +121,12 @@ def judge(
     """Judge a plan by training with it.
 
     Args:
-        workload: What to train.
-        plan: How.
-        reference: fp32's runs over the same seeds and steps; made here if None.
-        steps: Of each run.
-        seeds: At least two, for the margin.
-        nudge: Move the weights by a unit in the last place: for fp32 against fp32.
+        workload: The workload to train.
+        plan: The plan to train under.
+        reference: fp32's runs over the same seeds and steps; if None, they are run here.
+        steps: Number of steps of each run.
+        seeds: At least two seeds, which the margin needs.
+        nudge: Change the weights by one unit in the last place, to compare fp32 with fp32.
 
     Returns:
         The verdict.
@@ -145,13 +146,13 @@ def judge(
 
 
 def low_plan(low: str, fragile: str = "") -> Plan:
-    """The format everywhere, or everywhere but in one place."""
+    """Return the plan with the low format in the whole model, or in all of it except the fragile place."""
     plan = Plan.preset(f"{low}-mixed")
     return dataclasses.replace(plan, regions=(Region(fragile, compute="fp32"),)) if fragile else plan
 
 
 def check(case: Case) -> list[dict[str, object]]:
-    """Judge a case: a row for each format."""
+    """Judge a case and return a row for each format."""
     planted, sound = case.make(sound=False), case.make(sound=True)
     base, base_sound = train_fp32(planted), train_fp32(sound)
     fp32 = judge(planted, Plan.preset("fp32"), reference=base, nudge=True)
@@ -176,12 +177,12 @@ def check(case: Case) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Judge the suite."""
+    """Judge a suite and write its result file."""
     parser = argparse.ArgumentParser(description="Judge a suite of planted failures itself.")
     parser.add_argument(
         "--suite", default="suite", choices=("suite", "discrete"), help="held-out, or discrete"
     )
-    parser.add_argument("--only", default="", help="names of cases, between commas; then nothing is written")
+    parser.add_argument("--only", default="", help="comma-separated names of cases; nothing is written")
     options = parser.parse_args()
     torch.set_num_threads(1)
     started = time.perf_counter()

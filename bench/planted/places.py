@@ -1,8 +1,8 @@
-"""Fragile places of the held-out suite and their sound twins: modules without parameters, one mistake each.
+"""Fragile places of the held-out suite and their sound twins: modules without parameters, with one mistake each.
 
-``sound=True`` computes the same function in a way that bears low inputs. Whatever makes a place fragile (an offset, a
-gain, a count) arises inside it, so that its low inputs still carry all that it needs and fp32 in it alone is a cure.
-Sizes are ``[batch, tokens, features]`` unless said otherwise.
+``sound=True`` computes the same function in a way that works with inputs in a low format. What makes a place fragile
+(an offset, a gain, a count) arises inside the module. So its low inputs contain all that it needs, and computing only
+this module in fp32 is a cure. Shapes are ``[batch, tokens, features]`` unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 class Place(nn.Module):
-    """One way or the other of computing something."""
+    """A function computed in a fragile or in a sound way."""
 
     def __init__(self, sound: bool) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Place(nn.Module):
 
 
 class Variance(Place):
-    """Normalises readings with a mean of 100 by E[x^2] - E[x]^2."""
+    """Normalization of values with a mean of 100, with the variance computed as E[x^2] - E[x]^2."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sound:
@@ -40,7 +40,7 @@ class Variance(Place):
 
 
 class Sinusoid(Place):
-    """Adds sines and cosines of large positions, computed in the format of the features."""
+    """Addition of sines and cosines of large positions, computed in the format of the features."""
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -51,7 +51,7 @@ class Sinusoid(Place):
 
 
 class Rotary(Place):
-    """Turns pairs of features by large positions, with the angles in the format of the features."""
+    """Rotation of pairs of features by large positions, with the angles in the format of the features."""
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         dtype = torch.float32 if self.sound else x.dtype
@@ -63,7 +63,7 @@ class Rotary(Place):
 
 
 class SmoothMaximum(Place):
-    """Pools tokens by log-mean-exp at a temperature of 0.1, by hand: ``[batch, features]``."""
+    """Pooling of tokens by a hand-written log-mean-exp at a temperature of 0.1; returns ``[batch, features]``."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x / 0.1
@@ -74,7 +74,7 @@ class SmoothMaximum(Place):
 
 
 class Assignment(Place):
-    """Softmax over energies of which a common term of thousands was not taken out."""
+    """Softmax over energies with a common offset of 5000 that is not subtracted."""
 
     def forward(self, x: Tensor) -> Tensor:
         energy = x if self.sound else x + 5000.0
@@ -82,7 +82,7 @@ class Assignment(Place):
 
 
 class Epsilon(Place):
-    """Divides by a root mean square that padding makes zero, with an epsilon of 1e-8."""
+    """Division by a root mean square that is zero at padding, with an epsilon of 1e-8."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float() if self.sound else x
@@ -91,7 +91,7 @@ class Epsilon(Place):
 
 
 class SquaredError(Place):
-    """Appends how far each token is from its neighbour as a mean squared error in 8-bit steps."""
+    """Scaling of each token by its mean squared error from its neighbour, computed in units of 1/255."""
 
     def forward(self, x: Tensor) -> Tensor:
         unit = 1.0 if self.sound else 255.0
@@ -101,7 +101,7 @@ class SquaredError(Place):
 
 
 class PrefixSum(Place):
-    """Means over windows of tokens as differences of running sums of terms around 1500."""
+    """Means over windows of tokens, computed as differences of running sums of terms around 1500."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sound:
@@ -114,7 +114,7 @@ class PrefixSum(Place):
 
 
 class SmallNorm(Place):
-    """Unit vectors of features that were first brought to a unit in which they are 1e-4."""
+    """Unit vectors of features that are first multiplied by 1e-4."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x if self.sound else 1e-4 * x
@@ -123,7 +123,7 @@ class SmallNorm(Place):
 
 
 class Whitening(Place):
-    """Whitens groups of four features by ``torch.linalg.solve`` with a covariance that holds a mean of 60."""
+    """Whitening of groups of four features by ``torch.linalg.solve``, with the covariance computed around a mean of 60."""
 
     def forward(self, x: Tensor) -> Tensor:
         groups = x.flatten(0, 1).unflatten(-1, (-1, 4)).transpose(0, 1)  # [groups, samples, 4]
@@ -142,7 +142,7 @@ class Whitening(Place):
 
 
 class Attention(Place):
-    """Attention whose products are scaled down after they were summed: ``q``, ``k``, ``v``."""
+    """Attention whose scores are scaled down only after the matrix product; takes ``q``, ``k``, ``v``."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         gain = 1.0 if self.sound else 96.0
@@ -151,7 +151,7 @@ class Attention(Place):
 
 
 class MaskedAttention(Place):
-    """Attention with a mask of -1e9 and queries that may attend to nothing: ``q``, ``k``, ``v``."""
+    """Attention with a mask of -1e9 and a query that may attend to nothing; takes ``q``, ``k``, ``v``."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         tokens = torch.arange(q.shape[1], device=q.device)
@@ -163,7 +163,7 @@ class MaskedAttention(Place):
 
 
 class _Weigh(torch.autograd.Function):
-    """Identity whose gradient is multiplied, as gradient reversal and feature_grad_mult do."""
+    """The identity, with a gradient that is multiplied by a factor, as in gradient reversal and feature_grad_mult."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -176,7 +176,7 @@ class _Weigh(torch.autograd.Function):
 
 
 class TinyGradient(Place):
-    """Weighs gradients down by 1e-13 and up again: below fp16 at every loss scale that it can hold."""
+    """Scaling of gradients by 1e-13 and back; between the two they underflow in fp16 at every possible loss scale."""
 
     def forward(self, x: Tensor) -> Tensor:
         factor = 1.0 if self.sound else 1e-13
@@ -184,7 +184,7 @@ class TinyGradient(Place):
 
 
 class Leak(Place):
-    """The drift of a leaky integrator, x (1 - 1e-4) at a time: ``[batch, features]``."""
+    """The drift of a leaky integrator that decays by 1e-4 per step; returns ``[batch, features]``."""
 
     def forward(self, x: Tensor) -> Tensor:
         steps = x.shape[1]
@@ -199,7 +199,7 @@ class Leak(Place):
 
 
 class Softplus(Place):
-    """log(1 + exp(9 x)) / 9 by hand."""
+    """Hand-written log(1 + exp(9 x)) / 9."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sound:
@@ -208,7 +208,7 @@ class Softplus(Place):
 
 
 class Buckets(Place):
-    """Adds a code of ``id % 16``, with the identifiers, thousands, as floats of the features' format."""
+    """Addition of a code of ``id % 16``, with identifiers in the thousands stored in the format of the features."""
 
     def forward(self, x: Tensor, identifier: Tensor) -> Tensor:
         number = identifier if self.sound else identifier.to(x.dtype)
@@ -217,7 +217,7 @@ class Buckets(Place):
 
 
 class GlobalResponse(Place):
-    """Scales features by their energy over a sample, a sum of a thousand squares."""
+    """Scaling of features by their energy over a sample, computed as a sum of several hundred squares."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sound:
@@ -229,7 +229,7 @@ class GlobalResponse(Place):
 
 
 class FiniteDifference(Place):
-    """The slope of sin(2x) by a step of 1e-4."""
+    """The derivative of sin(2x), computed as a finite difference with a step of 1e-4."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sound:
@@ -238,7 +238,7 @@ class FiniteDifference(Place):
 
 
 class Quadratic(Place):
-    """The small root of r^2 - 200 r + c by the school formula, in units in which it is about c."""
+    """The small root of r^2 - 200 r + c by the quadratic formula, scaled by 50."""
 
     def forward(self, x: Tensor) -> Tensor:
         c = 4.0 * x

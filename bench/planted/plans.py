@@ -1,15 +1,18 @@
-"""Trainings that harm a whole plan, with sound twins: what gradients of single updates do not show.
+"""Training runs in which a whole plan fails for reasons that single gradients do not show, with sound twins.
 
-``updates``: parameters stored low without masters, whose small updates rounding loses, in one group or late. ``optimizer``: an
-optimizer whose own arithmetic fails in fp16. ``bias``: a bias as large as the signal in gradients that are much noisier than
-both. Each planted case has a twin that differs in one number and trains well.
+``updates``: parameters stored low without masters, whose small updates are lost to rounding, some only in one
+parameter group or only late. ``optimizer``: an optimizer whose own arithmetic fails in fp16. ``bias``: a bias as
+large as the signal in gradients whose noise is much larger than both. Each planted case has a twin that trains well;
+it has another optimizer or another value of one number.
 
-The judge imports no gradient test and no search: it trains pairs of runs from equal weights on equal batches and compares their
-last losses, for ``bias`` the error against the targets without noise. A plan *fails* if a loss is not finite or its last loss is
-worse, in the mean over seeds, by more than 3 % of what fp32's loss falls (``updates``, ``optimizer``) or by a factor of more than
-exp(0.03) of fp32's clean error (``bias``), with a one-sided 95 % bound above 0.
+The judge uses neither the gradient test nor the search. It trains pairs of runs from the same weights on the same
+batches and compares their last losses, or for ``bias`` their errors against the targets without noise. A plan *fails*
+if a loss is not finite, if a run stops with an error, or if the plan is worse, averaged over seeds, by more than 3 %
+of the fall of fp32's loss (``updates``, ``optimizer``) or by a factor of more than exp(0.03) of fp32's clean error
+(``bias``), with a one-sided lower 95 % bound above 0.
 
-``python bench/planted/plans.py`` asks ``parity`` about every case and writes ``bench/results/planted-plans-cpu.json``.
+``python bench/planted/plans.py`` also runs ``parity`` on every case, and writes
+``bench/results/planted-plans-cpu.json``.
 """
 
 from __future__ import annotations
@@ -45,16 +48,16 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Training:
-    """A training under a plan.
+    """A training run under a plan.
 
     Attributes:
         kind: ``updates``, ``optimizer`` or ``bias``.
-        name: Of the pair of twins.
+        name: Name of the pair of twins.
         planted: Whether it is expected to fail.
         plan: A preset's name.
         job: The workload.
-        steps: Of each run.
-        clean: The error against targets without noise, for ``bias``.
+        steps: Number of steps of each run.
+        clean: Computes the error against the targets without noise, for ``bias``.
     """
 
     kind: str
@@ -67,42 +70,42 @@ class Training:
 
 
 class Offset(nn.Module):
-    """Adds a number and subtracts it again: bf16 keeps eight bits of the sum."""
+    """A module that adds a number and subtracts it again; bf16 keeps only eight bits of the sum."""
 
     def __init__(self, offset: float) -> None:
         super().__init__()
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input, rounded to the last place of the offset."""
+        """Return the input, rounded to the last place of the offset."""
         return (x + self.offset) - self.offset
 
 
 def mlp() -> nn.Module:
-    """16 numbers to four."""
+    """Return a model that maps 16 numbers to four."""
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
 def reader() -> nn.Module:
-    """64 pixels to ten classes."""
+    """Return a model that maps 64 pixels to logits of ten classes."""
     return nn.Sequential(
         nn.Linear(64, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
     )
 
 
 def regression(offset: float) -> nn.Module:
-    """Eight numbers to one, through the offset."""
+    """Return a model that maps eight numbers to one, followed by the offset."""
     return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1), Offset(offset))
 
 
 def truth(x: Tensor) -> Tensor:
-    """The clean target."""
+    """Return the target without noise."""
     weights = torch.randn(8, 1, generator=torch.Generator().manual_seed(3))
     return torch.sin(x @ weights / 2.0)
 
 
 def noisy(noise: float, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of 32 with noise on the targets."""
+    """Yield batches of 32 with noise on the targets."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         x = torch.randn(32, 8, generator=generator)
@@ -110,25 +113,25 @@ def noisy(noise: float, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def clean_error(model: nn.Module) -> float:
-    """The mean square of the error against the clean target, over the target's."""
+    """Return the mean squared error against the target without noise, divided by the target's mean square."""
     x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(99))
     with torch.no_grad():
         return float((model(x).float() - truth(x)).square().mean() / truth(x).square().mean())
 
 
 def adam(lr: float, **options: Any) -> Make:
-    """Adam at a rate."""
+    """Return a function that makes Adam with a learning rate."""
     return lambda params: torch.optim.Adam(params, lr=lr, **options)
 
 
 def grouped(slow: float, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam whose first layer has a rate of its own."""
+    """Return Adam with a separate learning rate for the first layer."""
     first, bias, *rest = params
     return torch.optim.Adam([{"params": [first, bias], "lr": slow}, {"params": rest, "lr": 3e-3}])
 
 
 def trainings() -> Iterator[Training]:
-    """All cases."""
+    """Yield all cases."""
     of = {"quadrants": (mlp, quadrants), "digits": (reader, digits)}
 
     def case(kind: str, name: str, plan: str, job: str, planted: Make, sound: Make) -> Iterator[Training]:
@@ -167,7 +170,7 @@ def trainings() -> Iterator[Training]:
 
 
 def run(training: Training, plan: str, seed: int) -> tuple[float, float]:
-    """The first loss and the last one, or the clean error; NaN if the run breaks off."""
+    """Return the first loss, and the mean of the last losses or the clean error; return NaN if the run stops early."""
     torch.manual_seed(seed)
     model = training.job.model()
     optimizer = training.job.optimizer(model.parameters())
@@ -188,7 +191,7 @@ def run(training: Training, plan: str, seed: int) -> tuple[float, float]:
 
 
 def judged(training: Training) -> dict[str, Any]:
-    """What training says of the plan."""
+    """Train under the plan and fp32, and return whether the plan fails and by how much it is worse."""
     pairs = [(run(training, "fp32", seed), run(training, training.plan, seed)) for seed in range(SEEDS)]
     worse = [
         math.log(mine / end) if training.clean is not None else (mine - end) / (first - end)
@@ -201,7 +204,7 @@ def judged(training: Training) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Judge every case, and ask the gradient test about it."""
+    """Judge every case, run the gradient test on it, and write the result file."""
     warnings.simplefilter("ignore", UserWarning)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
