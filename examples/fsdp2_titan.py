@@ -1,10 +1,10 @@
-"""A loop in the style of torchtitan: no trainer, FSDP2, accumulation, clipping of DTensors, DCP; with a castwise plan.
+"""A training loop in the style of torchtitan with a castwise plan: FSDP2, accumulation, clipping of DTensors and DCP.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2_titan.py --plan bf16-mixed
 
-A byte-level language model on the text of Python's own documentation, on the CPU in some seconds, and on GPUs by NCCL.
-Started again it goes on from its newest checkpoint, under the same plan with the same digits, or under another. What
-castwise adds to such a loop is marked with (1) to (6).
+It trains a byte-level language model on the text of Python's own documentation, on the CPU in a few seconds, or on GPUs
+with NCCL. When started again, it resumes from its newest checkpoint: under the same plan bit for bit, or under another
+plan. The comments (1) to (6) mark the lines for castwise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONTEXT, BATCH, VOCABULARY = 64, 4, 256
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each behind a norm and around a residual: ``[batch, tokens, width]`` to the same."""
+    """Attention and an MLP with norms and residual connections; maps ``[batch, tokens, width]`` to the same shape."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model over bytes: ``[batch, tokens]`` to logits ``[batch, tokens, 256]``."""
+    """A language model over bytes; maps ``[batch, tokens]`` to logits ``[batch, tokens, 256]``."""
 
     def __init__(self, width: int = 64, depth: int = 2) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         self.norm, self.output = nn.RMSNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of each next byte."""
+        """Return the logits of each next byte."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for layer in self.layers.values():
             x = layer(x)
@@ -68,27 +68,27 @@ TEXT = torch.tensor(list("".join(pydoc_data.topics.topics.values()).encode()))
 
 
 def batch(number: int) -> Tensor:
-    """Pieces of the text ``[4, 65]``, which depend on the number alone: nothing of the data has to be saved."""
+    """Return pieces of the text ``[4, 65]``, which depend only on the number, so that no data state must be saved."""
     generator = torch.Generator().manual_seed(number)
     starts = torch.randint(len(TEXT) - CONTEXT, (BATCH, 1), generator=generator)
     return TEXT[starts + torch.arange(CONTEXT + 1)]
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean cross-entropy of the next byte."""
+    """Return the mean cross-entropy of the next byte."""
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class State:
-    """All of the training, as torch.distributed.checkpoint takes it: under names, sharded, loaded in place."""
+    """The complete training state for torch.distributed.checkpoint, which saves it sharded and loads it in place."""
 
     def __init__(self, model, optimizer, schedule, amp) -> None:
         self.model, self.optimizer, self.schedule, self.amp = model, optimizer, schedule, amp
         self.step = 0
 
     def state_dict(self) -> dict:
-        """What is saved, and what a load writes into."""
-        # DCP asks for each key that it finds here. What differs by plan is one key, as text.
+        """Return the state to save, which is also the target of a load."""
+        # DCP expects each of these keys in the checkpoint. State that differs between plans is text under one key.
         return {
             "model": self.amp.model_state_dict(self.model),  # (5) fp32 under every plan
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
@@ -98,7 +98,7 @@ class State:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from there."""
+        """Restore the training from a loaded state."""
         self.model.load_state_dict(state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.schedule.load_state_dict({**self.schedule.state_dict(), "last_epoch": state["schedule"]})
@@ -117,7 +117,7 @@ def train(options: argparse.Namespace) -> None:
     amp = castwise.Amp(options.plan)  # (1) a preset, or the path of a plan.json
     amp.fully_shard(
         model, blocks=model.layers.values()
-    )  # (2) fully_shard of each block and the model, by the plan
+    )  # (2) calls fully_shard on each block and the model, with the plan's formats
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     amp.prepare(model, optimizer)  # (3)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -136,7 +136,7 @@ def train(options: argparse.Namespace) -> None:
             )  # one reduction for all microbatches
             number = (state.step * options.accumulate + micro) * world + rank
             loss = loss_of(model, batch(number).to(device)) / options.accumulate
-            amp.backward(loss)  # (4) scaled where the plan has a loss scale
+            amp.backward(loss)  # (4) scales the loss if the plan has a loss scale
             total += loss.detach()
         amp.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of DTensors, over all ranks
@@ -158,13 +158,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", default="bf16-mixed", help="a preset, or the path of a plan.json")
     parser.add_argument(
-        "--steps", type=int, default=60, help="of the training, by which the learning rate falls"
+        "--steps", type=int, default=60, help="number of steps, over which the learning rate falls"
     )
-    parser.add_argument("--stop", type=int, help="stop after this step, to go on another time")
+    parser.add_argument("--stop", type=int, help="stop after this step; another run can resume")
     parser.add_argument("--accumulate", type=int, default=2, help="microbatches per step")
     parser.add_argument("--save-every", type=int, default=20)
     parser.add_argument("--out", default="runs/titan")
     init_process_group()
     train(parser.parse_args())
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no process exits while others still communicate
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A small GPT-2 learns Python's own documentation, byte by byte, in the Trainer of transformers under a plan.
+"""Train a small byte-level GPT-2 on Python's own documentation with the Trainer of transformers, under a castwise plan.
 
 python examples/huggingface_trainer.py --plan fp16-mixed
 """
@@ -14,11 +14,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 from castwise.integrations.huggingface import CastwiseTrainer
 
 LENGTH = 64
-"""Bytes in a text."""
+"""Number of bytes in a text."""
 
 
 def texts() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """To train and to evaluate: pieces of the documentation, each byte a token."""
+    """Return the texts for training and for evaluation: pieces of the documentation, with one token per byte."""
     data = torch.tensor(list("\n".join(topics[key] for key in sorted(topics)).encode()))
     pieces = data[: len(data) // LENGTH * LENGTH].view(-1, LENGTH)
     rows = [{"input_ids": piece, "labels": piece} for piece in pieces]
@@ -27,10 +27,16 @@ def texts() -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plan", default="bf16-mixed", help="a preset, a line of a plan, or plan.json")
+    parser.add_argument(
+        "--plan",
+        default="bf16-mixed",
+        help="a preset, a plan as one line of text, or the path of a plan.json",
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--output", default="huggingface_trainer", help="folder of checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint there")
+    parser.add_argument("--output", default="huggingface_trainer", help="folder for checkpoints")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the last checkpoint in that folder"
+    )
     given = parser.parse_args()
 
     set_seed(0)
@@ -61,7 +67,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=given.resume or None)
     print(
-        f"{trainer.accelerator.amp.plan}: loss {trainer.evaluate()['eval_loss']:.3f} on text that it has not seen"
+        f"{trainer.accelerator.amp.plan}: loss {trainer.evaluate()['eval_loss']:.3f} on text that was not used in training"
     )
 
 

@@ -1,8 +1,8 @@
-"""Train a small network on scikit-learn's handwritten digits with Lightning's Trainer, under a plan of castwise.
+"""Train a small network on scikit-learn's handwritten digits with Lightning's Trainer, under a castwise plan.
 
     python examples/lightning_digits.py --plan fp16-master --max-epochs 10
 
-The one line that castwise needs is ``plugins=[CastwisePrecision(plan)]``; the rest is a script as Lightning's users write it.
+The only line for castwise is ``plugins=[CastwisePrecision(plan)]``; the rest is an ordinary Lightning script.
 """
 
 import argparse
@@ -86,7 +86,11 @@ class Classifier(L.LightningModule):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plan", default="bf16-mixed", help="a preset, a line of text or a plan.json")
+    parser.add_argument(
+        "--plan",
+        default="bf16-mixed",
+        help="a preset, a plan as one line of text, or the path of a plan.json",
+    )
     parser.add_argument("--max-epochs", type=int, default=5)
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", type=int, default=1)

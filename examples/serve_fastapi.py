@@ -1,10 +1,10 @@
-"""Serve a small classifier of scikit-learn's handwritten digits with FastAPI, under a plan of castwise.
+"""Serve a small classifier of scikit-learn's handwritten digits with FastAPI, under a castwise plan.
 
     python examples/serve_fastapi.py --plan bf16-mixed --port 8000
     curl -X POST localhost:8000/predict -H 'content-type: application/json' -d '{"images": [[0, 0, 5, ...]]}'
 
-The lines that castwise needs are those that make ``amp``. The weights are cast once, so the server holds no fp32 copy of them.
-Requests run in FastAPI's threads: a model under a plan can be called from several threads at once.
+The only lines for castwise are those with ``amp``. The weights are cast once, so the server holds no fp32 copy of them.
+Requests run in FastAPI's threads; a model under a plan can be called from several threads at once.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Request(BaseModel):
 
 
 class Answer(BaseModel):
-    """The digit that is most likely for each image, and its probability."""
+    """The most likely digit for each image, and its probability."""
 
     digits: list[int]
     probabilities: list[float]
@@ -48,7 +48,7 @@ def trained():
 
 
 def app_for(model, plan, device="cpu"):
-    """Return the server's application, for a model that is prepared here."""
+    """Prepare a model for inference and return the server's application."""
     amp = castwise.Amp(plan, device=device)
     amp.prepare(model.to(device), inference=True)
     app = FastAPI()

@@ -1,9 +1,9 @@
-"""A test that keeps a plan honest: it fails in the pull request after which plan.json no longer fits the model.
+"""A test that fails when a change to the model makes plan.json unsafe for it.
 
     python -m pytest examples/test_plan.py
 
-The model, its loss and its batches are those of the training script next to this file; plan.json is what
-`castwise tune` wrote, committed.
+The model, its loss and its batches are those of the training script next to this file. plan.json is the committed
+output of `castwise tune`.
 """
 
 from pathlib import Path
@@ -21,5 +21,5 @@ def test_the_plan_fits_the_model(assert_precision_safe):
         [batch(number) for number in range(32)],
         PLAN,
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
-        accumulate=4,  # of the training: two microbatches on each of two processes
+        accumulate=4,  # as in training: two microbatches on each of two processes
     )

@@ -1,8 +1,11 @@
-"""Colossal-AI's hands-on for AMP, with its engine: torchrun --nproc-per-node 2 train_with_engine.py --config config/config_torch.py."""
+"""Colossal-AI's tutorial for AMP, with its engine.
+
+torchrun --nproc-per-node 2 train_with_engine.py --config config/config_torch.py
+"""
 
 import castwise.compat
 
-castwise.compat.install()  # the one new line: what follows is served by castwise
+castwise.compat.install()  # the only new line: castwise now stands in for colossalai
 
 import colossalai
 import torch

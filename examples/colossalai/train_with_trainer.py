@@ -1,8 +1,11 @@
-"""Colossal-AI's hands-on for AMP, with its trainer: torchrun --nproc-per-node 2 train_with_trainer.py --config config/config_naive.py."""
+"""Colossal-AI's tutorial for AMP, with its trainer.
+
+torchrun --nproc-per-node 2 train_with_trainer.py --config config/config_naive.py
+"""
 
 import castwise.compat
 
-castwise.compat.install()  # the one new line: what follows is served by castwise
+castwise.compat.install()  # the only new line: castwise now stands in for colossalai
 
 import colossalai
 import torch

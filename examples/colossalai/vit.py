@@ -1,4 +1,4 @@
-"""A small vision transformer, and real images for it that need no download: scikit-learn's handwritten digits."""
+"""A small vision transformer and a data set that needs no download: scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 SIZE = 16
-"""Pixels of an image's side: the 8 of the data set, twice as many."""
+"""Side length of an image in pixels, twice that of the data set."""
 
 
 class Block(nn.Module):
-    """Attention and a multilayer perceptron, each after a norm and beside a shortcut."""
+    """Attention and a multilayer perceptron, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, drop_rate: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From and to ``[batch, positions, width]``."""
+        """Map ``[batch, positions, width]`` to the same shape."""
         batch, positions, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, positions, 3, self.heads, width // self.heads)
         mixed = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4))
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches of 4x4 pixels, a class token, blocks, a head."""
+    """A vision transformer with patches of 4x4 pixels, a class token, blocks and a head."""
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4, drop_rate: float = 0.1) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class ViT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``[batch, 10]`` of images ``[batch, 3, 16, 16]``."""
+        """Return logits ``[batch, 10]`` for images ``[batch, 3, 16, 16]``."""
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
 def digits(train: bool) -> TensorDataset:
-    """Images ``[3, 16, 16]`` between -1 and 1 and their labels: 1,437 to train on, or 360 to test on."""
+    """Return images ``[3, 16, 16]`` between -1 and 1 and their labels: 1,437 for training, or 360 for testing."""
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
     order = order[:-360] if train else order[-360:]

@@ -1,4 +1,4 @@
-"""Naive AMP: everything in fp16 with fp32 masters, and a loss scale that forgives an overflow."""
+"""Naive AMP: everything in fp16 with fp32 masters, and a loss scale that falls only at the second overflow."""
 
 from colossalai.amp import AMP_TYPE
 

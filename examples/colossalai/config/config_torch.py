@@ -1,4 +1,4 @@
-"""Torch's AMP: operators in fp16 by torch.autocast's lists, and a loss scale."""
+"""Torch's AMP: operators in fp16 according to torch.autocast's lists, and a loss scale."""
 
 from colossalai.amp import AMP_TYPE
 
