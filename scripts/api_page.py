@@ -1,6 +1,6 @@
 """Write docs/api.md: every public name with its signature and the first sentence of its docstring.
 
-On the site that page has the docstrings themselves, under the same headings: ``reference()``.
+On the site, that page has the complete docstrings under the same headings (``reference()``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Workloads": ("Workload", "bench"),
     "Errors": ("CastwiseError",),
 }  # fmt: skip
-"""Sections and the names of ``castwise.__all__`` in them."""
+"""The sections, and the names of ``castwise.__all__`` in each."""
 
 FURTHER_TEXT = """\
 For single questions, and for libraries on top of castwise: the drop-ins for Apex and Colossal-AI use nothing that is not
@@ -104,11 +104,11 @@ FURTHER = (
     ("castwise.updates", updates, ("lamb_", "novograd_", "total_norm")),
     ("castwise.workload", workload, ("find_workload", "Pipeline")),
 )
-"""What a user may want of single modules: what to import it from, the module, names. Drop-ins may use no more."""
+"""Further names: where to import them from, the module, the names. Drop-ins use only these and those of ``SECTIONS``."""
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     assert sorted(sum(SECTIONS.values(), ())) == castwise.__all__, "a public name without a section"
     parts = [INTRODUCTION]
     for title, names in SECTIONS.items():
@@ -124,7 +124,7 @@ def page() -> str:
 
 
 def reference() -> str:
-    """The page on the site: directives of autodoc, which put the docstrings in their place."""
+    """Return the page for the site: autodoc directives, which insert the docstrings."""
     parts = ["# API\n\nWhat `import castwise` offers. Each name is an attribute of `castwise`.\n\n"]
     for title, names in SECTIONS.items():
         parts.append(f"## {title}\n\n")
@@ -207,7 +207,7 @@ def _call(name: str, value: Any, *, bound: bool = False) -> str:
 
 
 def _summary(value: Any) -> str:
-    """The first sentence of a docstring, in Markdown."""
+    """Return the first sentence of a docstring, in Markdown."""
     paragraph = " ".join(inspect.cleandoc(value.__doc__).split("\n\n")[0].split())
     first = re.split(r"(?<=\.)\s", paragraph)[0]
     first = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", first)  # :class:`~castwise.Plan`

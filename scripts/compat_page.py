@@ -1,4 +1,4 @@
-"""Write docs/compat.md: what the drop-ins for other libraries have, from their own lists."""
+"""Write docs/compat.md: the names that the drop-ins for other libraries have, from the drop-ins' lists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ does something else, for the reason given. *Absent*: using it raises, and the no
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [INTRODUCTION]
     parts += (_section(package, title, text) for package, (title, text) in DROP_INS.items())
     return "".join(parts).rstrip() + "\n"

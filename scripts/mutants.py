@@ -1,16 +1,18 @@
-"""Change one place of the sources at a time and see which changes no test notices: mutation testing.
+"""Mutation testing: change one place of the sources at a time and find the changes that no test notices.
 
     python scripts/mutants.py --out bench/results/mutants.json
 
-Needs the package ``coverage`` beside the development tools. Works on an export of HEAD in a temporary folder. The tests
-run once to learn which of them pass over which line. Then, for each mutant of a seeded sample, those over its lines run,
-cheapest first, in a fork of a process that has imported torch. What runs out of time counts as killed.
+This needs the package ``coverage`` in addition to the development tools. It works on an export of HEAD in a temporary
+folder. The tests run once to record which tests execute which lines. Then a seeded sample of mutants is tested. For
+each mutant, the tests that execute its lines run, cheapest first, in a fork of a process that has imported torch. A
+mutant that exceeds the time limit counts as noticed, with the fate ``timeout``.
 
-A survivor is one of that sample of tests: ``--again --only FILE:LINE --tests ...`` takes a second look with whole test
-files, with all their parameters. What is left is for a reader to judge, in the fields ``verdict`` and ``why``.
+A mutant may survive only because a sample of the tests ran. ``--again --only FILE:LINE --tests ...`` tries survivors
+again with whole test files and all their parameters. A reader then judges the remaining ones in the fields
+``verdict`` and ``why``.
 
-Why not a library: cosmic-ray starts an interpreter per mutant, and mutmut puts a trampoline around each function, which
-torch.compile, pickling and signatures see.
+Libraries are not used for two reasons: cosmic-ray starts an interpreter per mutant, and mutmut wraps each function in
+a trampoline, which torch.compile, pickling and signatures see.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ TESTS = (
     "tests/test_masters*.py", "tests/test_scaler*.py",
 )  # fmt: skip
 SLOW_S, VARIANTS = 5.0, 6
-"""Tests that take longer are left out, and of a test with many parameters all but a sample of so many."""
+"""Tests of more than ``SLOW_S`` seconds are left out; of a test with many parameters, ``VARIANTS`` are sampled."""
 BUDGET_S, FEW_S = 5.0, 2.0
-"""Seconds of tests for one mutant: at most, and at least where its file has so many."""
+"""Seconds of tests for one mutant: the maximum, and the minimum if its file has that many."""
 OWN = {"castwise", "tests", "conftest", "__main__", "__mp_main__"}
-"""What every mutant imports anew; all else that tests import is imported before the fork."""
+"""Packages that each mutant imports again; all other modules that tests import are imported before the fork."""
 LIMIT_S, WAIT_S = 60, 300
-"""Seconds of processor time, and of wall time, after which a mutant is given up."""
+"""Limits of CPU time and wall time per mutant, in seconds."""
 
 SWAPPED: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not",
@@ -74,7 +76,7 @@ class Mutant:
 
 
 def mutants_of(file: str, source: bytes) -> Iterator[Mutant]:
-    """All mutants of a file. Messages, annotations and decorators stay as they are."""
+    """Yield all mutants of a file; error messages, annotations and decorators are not changed."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -87,7 +89,9 @@ def mutants_of(file: str, source: bytes) -> Iterator[Mutant]:
 
     def negated(test: Any) -> Iterator[Mutant]:
         ordered = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-        if not isinstance(test, ast.Compare) or isinstance(test.ops[0], ordered):  # the others are swapped
+        if not isinstance(test, ast.Compare) or isinstance(
+            test.ops[0], ordered
+        ):  # other comparisons have their operators swapped
             yield change("negate a condition", test, f"(not ({source[slice(*span(test))].decode()}))")
 
     def between(kind: str, whole: Any, left: Any, right: Any, operator: ast.AST) -> Iterator[Mutant]:
@@ -159,12 +163,12 @@ def _gives_value(function: ast.FunctionDef) -> bool:
 
 
 def mutated(source: bytes, mutant: Mutant) -> bytes:
-    """The file with the change."""
+    """Return the source with the mutant's change."""
     return source[: mutant.start] + mutant.text.encode() + source[mutant.end :]
 
 
 def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Of each file as large a share as it has of all mutants, first one of each line; in random order."""
+    """Return a sample in random order; each file has its share of all mutants, with one per line first."""
     dice, picked = random.Random(seed), []
     for file in sorted({mutant.file for mutant in mutants}):
         own = [mutant for mutant in mutants if mutant.file == file]
@@ -185,7 +189,7 @@ def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def in_fork(tree: Path, work: Callable[[], int], cpu_s: int = 3600, wait_s: int = 7200) -> int | None:
-    """The exit code of some work in a process of its own, which ends with all that it started; None: out of time."""
+    """Run ``work`` in a forked process, then end it and its children; return its exit code, or None if out of time."""
     log = tree / "last.log"
     child = os.fork()
     if not child:
@@ -225,7 +229,7 @@ def in_fork(tree: Path, work: Callable[[], int], cpu_s: int = 3600, wait_s: int 
 
 
 def learn(tree: Path, files: list[str], tests: list[str], variants: int, to: Path) -> int:
-    """Run the tests once and write which pass over which lines, and how long each takes."""
+    """Run the tests once, and write which tests execute which lines and how long each takes."""
     import coverage
     import pytest
 
@@ -276,7 +280,7 @@ def learn(tree: Path, files: list[str], tests: list[str], variants: int, to: Pat
 
 
 def tests_for(mutant: Mutant, known: dict[str, Any], budget_s: float) -> list[str]:
-    """The tests over the lines of a mutant, cheapest first; after too few of them, others over its file."""
+    """Return the tests that execute a mutant's lines, cheapest first; if they are too few, add others of its file."""
     seconds, lines = known["seconds"], known["lines"].get(mutant.file, {})
     own = {test for line in range(mutant.line, mutant.last + 1) for test in lines.get(str(line), ())}
     others = {test for by in lines.values() for test in by} - own
@@ -290,7 +294,7 @@ def tests_for(mutant: Mutant, known: dict[str, Any], budget_s: float) -> list[st
 
 
 def run_tests(tests: list[str], *, remember: bool = False) -> int:
-    """The exit code of pytest for these tests, in this order, up to the first that fails; ``remember`` them compiled."""
+    """Run tests in this order up to the first failure; return pytest's exit code. ``remember`` keeps their bytecode."""
     import pytest
 
     sys.dont_write_bytecode = not remember
@@ -318,7 +322,7 @@ def run_tests(tests: list[str], *, remember: bool = False) -> int:
 
 
 def export(tree: Path) -> str:
-    """Write HEAD into a folder, its sources compiled so that only a changed file is compiled again; the commit."""
+    """Export HEAD into a folder, compile its sources so that only changed files compile again; return the commit."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -330,7 +334,7 @@ def export(tree: Path) -> str:
 
 
 def fate_of(tree: Path, mutant: Mutant, work: Callable[[], int]) -> str:
-    """Whether some tests notice a mutant."""
+    """Return ``survived``, ``killed`` or ``timeout`` for a mutant under some tests."""
     path = tree / mutant.file
     source = path.read_bytes()
     path.write_bytes(mutated(source, mutant))
@@ -342,7 +346,7 @@ def fate_of(tree: Path, mutant: Mutant, work: Callable[[], int]) -> str:
 
 
 def first_look(tree: Path, given: argparse.Namespace, files: list[str], commit: str) -> None:
-    """Try a sample of the mutants against a sample of the tests, and write the result after each."""
+    """Try a sample of the mutants against a sample of the tests, and write the result after each mutant."""
     learned = (given.map or tree / "map.json").resolve()
     if not learned.exists():
         tests = [str(p.relative_to(tree)) for pattern in given.tests for p in sorted(tree.glob(pattern))]
@@ -379,7 +383,7 @@ def first_look(tree: Path, given: argparse.Namespace, files: list[str], commit: 
 
 
 def second_look(tree: Path, given: argparse.Namespace, files: list[str]) -> None:
-    """Try the survivors of a first look against whole test files, and write down which are noticed after all."""
+    """Try the survivors of a first run against whole test files, and record which of them are noticed."""
     import pytest
 
     record = json.loads(given.out.read_text())
@@ -405,19 +409,24 @@ def second_look(tree: Path, given: argparse.Namespace, files: list[str]) -> None
 
 
 def main() -> None:
-    """Look as the arguments say."""
+    """Run the first or the second look, as the arguments specify."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--map", type=Path, help="what the tests pass over: read where it is, else written")
+    parser.add_argument(
+        "--map", type=Path, help="record of the lines that tests execute: read if it exists, else written"
+    )
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds of tests for one mutant")
     parser.add_argument(
-        "--variants", type=int, default=VARIANTS, help="of a test with many parameters, so many"
+        "--variants",
+        type=int,
+        default=VARIANTS,
+        help="number of variants to sample of a test with many parameters",
     )
-    parser.add_argument("--sources", nargs="*", default=SOURCES, help="rooms or files below src/castwise")
+    parser.add_argument("--sources", nargs="*", default=SOURCES, help="folders or files below src/castwise")
     parser.add_argument("--tests", nargs="*", default=TESTS)
-    parser.add_argument("--again", action="store_true", help="a second look, at all of --tests")
+    parser.add_argument("--again", action="store_true", help="try the survivors again, with all of --tests")
     parser.add_argument("--only", nargs="*", default=[""], help="with --again: parts of FILE:LINE")
     given = parser.parse_args()
     given.out = given.out.resolve()

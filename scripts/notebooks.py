@@ -1,8 +1,8 @@
-"""Write the pages that are notebooks too, from their Markdown: jupytext pairs the two.
+"""Write the documentation pages that are also notebooks, from their Markdown, with jupytext.
 
     python scripts/notebooks.py FOLDER [--execute NAME ...]
 
-The site offers them beside its pages, ``make docs`` writes them there. Nothing of them is committed.
+The site offers the notebooks beside its pages; ``make docs`` writes them there. They are not committed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = ("start", "tuning")
 
 
 def notebook(name: str) -> nbformat.NotebookNode:
-    """A page as a notebook, whose links lead to the pages of the site."""
+    """Return a page as a notebook, with links to the pages of the site."""
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     book = jupytext.reads(re.sub(r"(\]\([\w-]+)\.md", r"\1.html", text), fmt="md")
     book.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -28,7 +28,7 @@ def notebook(name: str) -> nbformat.NotebookNode:
 
 
 def write(folder: Path, *, execute: Collection[str] = ()) -> None:
-    """All of them into a folder; those to ``execute`` as they have run there, which fails where a cell does."""
+    """Write all notebooks into a folder, and run those in ``execute`` there; this fails if a cell fails."""
     for name in NAMES:
         book = notebook(name)
         if name in execute:

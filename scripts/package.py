@@ -1,7 +1,8 @@
-"""Build the sdist and, from it alone, the wheel; install the wheel where nothing else of this folder is, and use it there.
+"""Build the sdist and, from it alone, the wheel; install the wheel and use it.
 
-Two environments are made: ``core`` has castwise with torch, NumPy, rich and what these need, ``all`` what ``castwise[all]``
-brings. Their libraries are links to those that are installed here, so nothing is downloaded.
+It is installed in new environments, without access to the sources. There are two environments: ``core`` has castwise
+with its required libraries (torch, NumPy, rich) and their dependencies, ``all`` also has those of ``castwise[all]``.
+The libraries are links to the installed ones, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ print(castwise.__file__, found.plan, schema("evidence")["$id"])
 
 
 def main() -> None:
-    """Build, look and try; what is wrong ends it."""
+    """Build, check and try out the package; stop at the first error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "package", help="folder for the sdist and the wheel"
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def build(scratch: Path) -> tuple[Path, Path]:
-    """The sdist of what git knows of this folder, and the wheel made of the sdist alone."""
+    """Build the sdist from the files that git knows of, and the wheel from the sdist alone; return their paths."""
     source, dist = scratch / "source", scratch / "dist"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -93,14 +94,14 @@ def build(scratch: Path) -> tuple[Path, Path]:
 
 
 def _backend(call: str, source: Path, dist: Path) -> str:
-    """Have setuptools build something; its name."""
+    """Build with setuptools and return the name of the built file."""
     code = f"import sys; from setuptools import build_meta; print(build_meta.{call}(sys.argv[1]))"
     done = _run([sys.executable, "-c", code, str(dist)], source)
     return done.splitlines()[-1]
 
 
 def check_sdist(sdist: Path) -> None:
-    """It holds the package, what builds it and what one reads first, and no tests."""
+    """Check that the sdist has the package, its build files, the README, changelog and license, and no tests."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if "/" in name}
     folders = {name.partition("/")[0] for name in names if "/" in name}
@@ -121,7 +122,7 @@ def check_sdist(sdist: Path) -> None:
 
 
 def check_wheel(wheel: Path) -> None:
-    """It holds every module and all data of the package, and nothing else."""
+    """Check that the wheel has every module and all data of the package, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     inside = {name.removeprefix("castwise/") for name in names if name.startswith("castwise/")}
@@ -133,7 +134,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def package_files() -> set[str]:
-    """What the package is made of: the rooms' READMEs are for whoever changes the code."""
+    """Return the files of the package, without the READMEs in its folders, which are for developers."""
     folder = ROOT / "src" / "castwise"
     return {
         str(path.relative_to(folder))
@@ -147,7 +148,7 @@ def _same(what: str, found: set[str], wanted: set[str]) -> None:
 
 
 def install(wheel: Path, extra: str, folder: Path) -> Path:
-    """A virtual environment with the wheel and the libraries that it asks for, and no others; its Python."""
+    """Make a virtual environment with only the wheel and the libraries that it requires; return its Python."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     site = Path(
@@ -164,7 +165,7 @@ def install(wheel: Path, extra: str, folder: Path) -> Path:
 
 
 def needed(distribution: importlib.metadata.Distribution, extras: set[str]) -> set[str]:
-    """Names of the distributions that one asks for, and those ask for."""
+    """Return the names of the distributions that a distribution requires, directly or indirectly."""
     found: dict[str, set[str]] = {}
 
     def visit(one: importlib.metadata.Distribution, wanted: set[str]) -> None:
@@ -187,7 +188,7 @@ def needed(distribution: importlib.metadata.Distribution, extras: set[str]) -> s
 
 
 def _link(distribution: importlib.metadata.Distribution, site: Path) -> None:
-    """Make a distribution that is installed here be found there too."""
+    """Link a distribution that is installed here into another environment."""
     for top in {
         file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")
     }:
@@ -197,7 +198,7 @@ def _link(distribution: importlib.metadata.Distribution, site: Path) -> None:
 
 
 def try_out(python: Path, extra: str, work: Path) -> None:
-    """Run the README's example, the command and a search there, and check a user's program against the installed types."""
+    """Run the README's example, a search and the command there; check a user's program against the installed types."""
     work.mkdir()
     (work / "job.py").write_text(JOB, encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -236,7 +237,7 @@ def try_out(python: Path, extra: str, work: Path) -> None:
 
 
 def _run(words: list[str], folder: Path, code: int = 0) -> str:
-    """What a process says on standard output, or where it is to fail on standard error too."""
+    """Run a command and return its standard output; if it is expected to fail, also its standard error."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         words, cwd=folder, env={**own, "CASTWISE_CACHE_DIR": ""}, capture_output=True, text=True, check=False

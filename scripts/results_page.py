@@ -2,7 +2,7 @@
 
     python scripts/results_page.py
 
-What stands between ``<!-- results:NAME:start -->`` and ``<!-- results:end -->`` is written by the function of that name.
+The text between ``<!-- results:NAME:start -->`` and ``<!-- results:end -->`` is written by the function of that name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARKED = re.compile(r"(<!-- results:(\w+):start -->\n).*?(<!-- results:end -->)"
 
 
 def chosen(row: dict[str, Any]) -> str:
-    """The plan that was found, in a table's words."""
+    """Return the chosen plan of a row in words, for a table."""
     doubt = any(
         one["gradients"] not in ("pass", None) for one in row["searches"] if one["plan"] == row["plan"]
     )
@@ -36,7 +36,7 @@ def chosen(row: dict[str, Any]) -> str:
 
 
 def worded(line: str) -> str:
-    """A plan in a table's words."""
+    """Return a plan in words, for a table."""
     plan = Plan.parse(line)
     words = [plan.compute]
     if plan.stores_low:
@@ -62,13 +62,13 @@ def worded(line: str) -> str:
 
 
 def told(ratio: list[float]) -> str:
-    """A ratio with its interval."""
+    """Return a ratio with its interval as text."""
     value, low, high = ratio
     return f"{value:.2f} ({low:.2f}-{high:.2f})"
 
 
 def searched(row: dict[str, Any]) -> str:
-    """How the plans of several searches differ."""
+    """Return how the plans of several searches differ."""
     count = len(row["searches"])
     many = len({one["plan"] for one in row["searches"]})
     same = "one" if many == 1 else f"{many}, of one format" if row["alike"] else str(many)
@@ -76,30 +76,30 @@ def searched(row: dict[str, Any]) -> str:
 
 
 def measured(name: str) -> list[dict[str, Any]]:
-    """The rows of a file of results."""
+    """Return the rows of a result file."""
     rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return rows
 
 
 def jobs(name: str = "tune-cpu") -> list[dict[str, Any]]:
-    """The rows of the tuned jobs, the largest gain over autocast first."""
+    """Return the rows of the tuned jobs, with the largest speedup over autocast first."""
     rows = (row for row in measured(name) if "over_autocast" in row)
     return sorted(rows, key=lambda row: -row["over_autocast"][0])
 
 
 def backed(*names: str) -> str:
-    """The line below a table that names its files."""
+    """Return the line below a table that names its files."""
     return f"\nFrom {' and '.join(f'[{name}.json](../bench/results/{name}.json)' for name in names)}.\n"
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """A table; its titles are the first line."""
+    """Return a Markdown table; the first line has the titles."""
     head, *body = lines
     return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *body])
 
 
 def table(whole: bool) -> str:
-    """The tuned jobs and their mean; ``whole`` is with what only experts ask for."""
+    """Return the table of the tuned jobs with their mean; ``whole`` adds columns for experts."""
     rows = jobs("tune-cpu")
     titles = ["training job", "what castwise chose", "against fp32", "against one-line autocast"]
     titles += ["against the best of the hand grid", "plans of its searches"] * whole
@@ -116,13 +116,13 @@ def table(whole: bool) -> str:
 
 
 def mean(rows: list[dict[str, Any]], *keys: str) -> float:
-    """The geometric mean of a ratio; of the quotient of two."""
+    """Return the geometric mean of a ratio, or of a ratio divided by others."""
     logs = [[math.log(row[key][0]) for key in keys] for row in rows]
     return math.exp(statistics.fmean(first - sum(rest) for first, *rest in logs))
 
 
 def compiled() -> str:
-    """The jobs that were tuned with the compiler, against a hand grid that has it too."""
+    """Return the table of the jobs tuned with the compiler, against a hand grid with compiled plans."""
     rows = jobs("tune-compiled-cpu")
     lines = [
         [
@@ -158,7 +158,7 @@ def compiled() -> str:
 
 
 def machines() -> str:
-    """The same jobs on the other machine: what is chosen there, and what that gains."""
+    """Return the table of the same jobs on the other machine, with the chosen plans and their speedups."""
     here = {row["workload"]: row for row in jobs()}
     rows = jobs(OTHER)
     lines = [
@@ -184,14 +184,14 @@ def machines() -> str:
 
 
 def form(plan: Plan) -> str:
-    """A plan's format, as the name of the preset that has it."""
+    """Return a plan's format as the name of the preset that has it."""
     if plan.compute == "fp32":
         return "`fp32`" + f" with products in {plan.fp32_matmul}" * (plan.fp32_matmul != "as_is")
     return f"`{plan.compute}-{'master' if plan.keeps_masters else 'mixed'}`"
 
 
 def formats() -> str:
-    """How often which format won, with what gain, and what one line of autocast gains on the same jobs, on each machine."""
+    """Return the table of how often each format was chosen on each machine, with the speeds of castwise and autocast."""
     lines = [
         [
             "machine",
@@ -214,13 +214,13 @@ def formats() -> str:
 
 
 def between(values: list[float]) -> str:
-    """The smallest and the largest of some ratios."""
+    """Return the smallest and the largest of some ratios as text."""
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
 
 
 def gradients() -> str:
-    """What the parity test says of healthy models in each format, and of those with a planted fault."""
+    """Return the table of the parity test's verdicts by format, on healthy models and those with a planted fault."""
     rows = measured("parity-cpu")
     lines = [
         [
@@ -243,7 +243,7 @@ def gradients() -> str:
 
 
 def memory() -> str:
-    """Bytes per parameter, and what activations become."""
+    """Return the table of bytes per parameter that are held and sent, by layout and plan."""
     lines = [["layout and plan", "held per parameter, in bytes", "sent per parameter and step, in bytes"]]
     lines += [
         [f"{'one copy per process' if row['layout'] == 'ddp' else 'sharded over two (FSDP2)'}, `{row['plan']}`",
@@ -255,7 +255,7 @@ def memory() -> str:
 
 
 def activations() -> str:
-    """What a plan makes of the peak of a workload that is nearly all activations."""
+    """Return the table of speed and peak memory on a workload whose memory is nearly all activations."""
     lines = [["`sine`, training", "speed against fp32", "peak memory"]]
     lines += [
         [row["loop"].removeprefix("castwise "), told([row["speedup"], row["low"], row["high"]]), f"{-row['less_memory']:+.0%}"]
@@ -266,7 +266,7 @@ def activations() -> str:
 
 
 def masters() -> str:
-    """What masters cost on one process."""
+    """Return the table of the time and memory that masters cost on one process."""
     rows = measured("master-cpu")
     by_loop = {row["loop"]: row for row in rows if "loop" in row}
     lines = [["small GPT", "`bf16-master`"]]
@@ -280,7 +280,7 @@ def masters() -> str:
 
 
 def growth() -> str:
-    """Time of a step beside the loop by hand, by the number of parts, and the seconds of ``prepare``."""
+    """Return the table of step times relative to the hand-written loop, by number of parts, with ``prepare``'s seconds."""
     rows = measured("growth-cpu")
     races = [row for row in rows if "ratio" in row]
     plans = [*dict.fromkeys(row["plan"] for row in races)]
@@ -302,7 +302,7 @@ def growth() -> str:
 
 
 def peer_rows() -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, Any]]]:
-    """Jobs, ways to train them other than torch.amp by hand, and the rows by way and job."""
+    """Return the jobs, the ways to train them other than hand-written torch.amp, and the rows by way and job."""
     rows = [row for row in measured("peers-cpu") if "way" in row]
     known = {(row["way"], row["workload"]): row for row in rows}
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != "torch.amp"]
@@ -310,7 +310,7 @@ def peer_rows() -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, A
 
 
 def peers_short() -> str:
-    """Speeds over torch.amp by hand: of the job that shows what code costs, and of all others together."""
+    """Return the table of speedups over hand-written torch.amp, on the overhead-bound job and on the others together."""
     jobs_, ways, known = peer_rows()
     others = [job for job in jobs_ if job != "mlp"]
     titles = [
@@ -330,7 +330,7 @@ def peers_short() -> str:
 
 
 def peers() -> str:
-    """Speeds over torch.amp by hand, job by job."""
+    """Return the table of speedups over hand-written torch.amp, job by job."""
     jobs_, ways, known = peer_rows()
     lines = [["bf16 against torch.amp by hand", *ways, "steps per second by hand"]]
     for job in jobs_:
@@ -341,7 +341,7 @@ def peers() -> str:
 
 
 def peers_memory() -> str:
-    """Peak memory of the process and loss after the same steps, job by job."""
+    """Return the table of peak process memory and of the loss after the same steps, job by job."""
     jobs_, ways, known = peer_rows()
     ways = ["torch.amp", *ways]
     lines = [["peak memory in MiB, and loss", *ways]]
@@ -353,7 +353,7 @@ def peers_memory() -> str:
 
 
 def forecasts() -> str:
-    """How often a forecast and the run that it is of agree, and what it says of models with a fragile place."""
+    """Return the table of how often forecasts agree with runs, and the results on models with a fragile place."""
     rows = measured("forecast-cpu")
     jobs = [row for row in rows if "planted" not in row]
     lines = [["run in", "jobs", "regions", "agree in every share", "overflow agrees", "zeros agree"]]
@@ -380,7 +380,7 @@ def forecasts() -> str:
 
 
 def gpu_jobs() -> str:
-    """The jobs that were tuned on a GPU."""
+    """Return the table of the jobs that were tuned on a GPU."""
     lines = [
         [
             "training job",
@@ -397,7 +397,7 @@ def gpu_jobs() -> str:
 
 
 def gpu_sine() -> str:
-    """Speed and memory of the job of the ROCm measurements on a GPU."""
+    """Return the table of speed and memory on a GPU, for the job of the ROCm measurements."""
     rows = [row for row in measured("sine-cuda") if row["loop"] != "fp32"]
     lines = [
         ["`sine` of 512 x 512 against fp32", "training", "inference", "peak memory of training, of inference"]
@@ -411,7 +411,7 @@ def gpu_sine() -> str:
 
 
 def gpu_loops() -> str:
-    """Time of a step on a GPU beside the loop by hand."""
+    """Return the table of step times on a GPU relative to the hand-written loop."""
     lines = [["time of a step against the loop by hand", "ratio"]]
     for name, what in (
         ("overhead", "small MLP"),
@@ -453,7 +453,7 @@ TABLES = {
 
 
 def page(name: str) -> str:
-    """A page with its tables as the results say."""
+    """Return a page with its tables rewritten from the results."""
     text = (ROOT / name).read_text(encoding="utf-8")
     return MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 

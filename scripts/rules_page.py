@@ -25,7 +25,7 @@ torch 2.13.
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     native = {device: base_table("native", device) for device in ("cpu", "cuda", "xpu", "mps")}
     assert _lacks(native["xpu"], native["cuda"]) == {}, "XPU has rows that CUDA has not: give it a section"
     missing = _names(_lacks(native["cuda"], native["xpu"]))
@@ -83,7 +83,7 @@ def _differences(cpu: Mapping[str, Row], cuda: Mapping[str, Row]) -> str:
 
 
 def _lacks(these: Mapping[str, Row], those: Mapping[str, Row]) -> dict[str, Row]:
-    """Rows of ``these`` that ``those`` lacks or has otherwise."""
+    """Return the rows of ``these`` that are missing in ``those`` or have another rule there."""
     return {op: row for op, row in these.items() if op not in those or those[op].rule != row.rule}
 
 

@@ -1,8 +1,8 @@
-"""Write docs/scaling.md: what a plan changes on 8, 64 and 1024 GPUs, derived from what was measured on two processes.
+"""Write docs/scaling.md: the effects of a plan on 8, 64 and 1024 GPUs, derived from measurements on two processes.
 
     python scripts/scaling_page.py
 
-Bytes per parameter are those of ``bench/results/parallel-cpu.json``; link speeds and latencies are stated in the page.
+Bytes per parameter are those of ``bench/results/parallel-cpu.json``; the page states link speeds and latencies.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ RESULTS = ROOT / "bench" / "results" / "parallel-cpu.json"
 PARAMETERS = 7e9
 SIZES = (8, 64, 1024)
 NVLINK, NETWORK = 450e9, 50e9
-"""Bytes per second and direction of one GPU: NVLink 4 within a machine of 8, InfiniBand NDR (400 Gbit/s) between."""
+"""Bytes per second, direction and GPU: NVLink 4 within a machine of 8 GPUs, InfiniBand NDR (400 Gbit/s) between them."""
 HOP_S = 10e-6
-"""Assumed for one hop of a small all-reduce; a tree takes 2 log2(n) of them."""
+"""Assumed seconds for one hop of a small all-reduce; a tree takes 2 log2(n) hops."""
 LAYERS = 32
-"""Units that FSDP2 gathers one at a time."""
+"""Number of blocks, which FSDP2 gathers one at a time."""
 
 
 def rows(part: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The measured rows of one part."""
+    """Return the measured rows of one part."""
     return [row for row in record["rows"] if row["part"] == part]
 
 
 def speed(gpus: int) -> float:
-    """Bandwidth of the slowest link of a ring."""
+    """Return the bandwidth of the slowest link of a ring, in bytes per second."""
     return NVLINK if gpus <= 8 else NETWORK
 
 
 def sent_s(layout: str, operators: dict[str, int], parameters: float, gpus: int) -> float:
-    """Seconds that a step's collectives take on the wire: a ring moves (n-1)/n of the bytes, an all-reduce twice."""
+    """Return the seconds that a step's collectives take on the links.
+
+    A ring moves (n-1)/n of the bytes, and twice that for an all-reduce.
+    """
     share = (gpus - 1) / gpus
     total = sum(
         amount * (2 if name.startswith("allreduce") else 1)
@@ -48,18 +51,18 @@ def sent_s(layout: str, operators: dict[str, int], parameters: float, gpus: int)
 
 
 def held_gb(layout: str, plan: str, per_parameter: float, gpus: int) -> float:
-    """Gigabytes of weights, masters, gradients and Adam's state on one GPU."""
+    """Return the gigabytes of weights, masters, gradients and Adam's state on one GPU."""
     if layout == "ddp":
         return per_parameter * PARAMETERS / 1e9
     gathered = (
         (4 if plan in ("fp32", "bf16-mixed") else 2) * PARAMETERS / LAYERS * 2
-    )  # one in use, one on its way
-    # measured on two processes, each with half of everything
+    )  # one in use, one being gathered
+    # the measurement has two processes, each with half of the state
     return (2 * per_parameter * PARAMETERS / gpus + gathered) / 1e9
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the page's text."""
     record = json.loads(RESULTS.read_text(encoding="utf-8"))
     wire = list(rows("wire", record))
     count = {row["layout"]: row["bytes_per_step"] / row["bytes_per_parameter"] for row in wire}
@@ -153,12 +156,12 @@ masters, so it takes no extra memory. The exchange of the flag is negligible at 
 
 
 def fsdp(wire: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of FSDP2 under bf16-master."""
+    """Return the row of FSDP2 under bf16-master."""
     return next(row for row in wire if row["layout"] == "fsdp" and row["plan"] == "bf16-master")
 
 
 def name(row: dict[str, Any]) -> str:
-    """A row's layout and plan."""
+    """Return a row's layout and plan as text."""
     sent = f", sent in {row['compressed']}" if row["compressed"] else ""
     return f"{row['layout']}, {row['plan']}{sent}"
 

@@ -1,4 +1,4 @@
-"""Write src/castwise/core/schemas/*.schema.json from the dataclasses that plans and evidence are."""
+"""Write src/castwise/core/schemas/*.schema.json from the dataclasses of plans and evidence."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ LIMITS: dict[str, dict[str, Any]] = {
     "floor": {"exclusiveMinimum": 0},
     "ceiling": {"exclusiveMinimum": 0},
 }
-"""Of the fields of a plan's parts: what their types do not say."""
+"""Limits for fields of a plan's parts, which their types do not express."""
 
 
 def text(name: str) -> str:
-    """The schema as a file's text."""
+    """Return a schema as the text of its file."""
     made = {"plan": plan_schema, "evidence": evidence_schema}[name]()
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
 
 
 def plan_schema() -> dict[str, Any]:
-    """What ``Plan.from_json`` takes; ``Plan.to_json`` writes the first of two ways where there are two."""
+    """Return the schema of ``Plan.from_json``'s input; if it allows two forms, ``Plan.to_json`` writes the first."""
     said = described(Plan)
     region, scale = part(Region), part(LossScale)
     for name in ("compute", "params"):
@@ -80,7 +80,7 @@ def plan_schema() -> dict[str, Any]:
 
 
 def part(cls: type) -> dict[str, Any]:
-    """A part of a plan: fields that are left out keep their defaults, others there are not."""
+    """Return the schema of a part of a plan: missing fields have their defaults, unknown fields are not allowed."""
     made = record(cls, {}, finite=True)
     for name in made["properties"]:
         made["properties"][name] |= LIMITS.get(name, {})
@@ -89,7 +89,7 @@ def part(cls: type) -> dict[str, Any]:
 
 
 def evidence_schema() -> dict[str, Any]:
-    """What ``TuneResult.to_dict`` writes."""
+    """Return the schema of ``TuneResult.to_dict``'s output."""
     parts: dict[str, Any] = {}
     made = record(Evidence, parts)
     extra = {"kind": {"const": "tune"}, "version": version(RECORD_VERSION)}
@@ -103,7 +103,7 @@ def evidence_schema() -> dict[str, Any]:
 
 
 def head(name: str, number: int, cls: type) -> dict[str, Any]:
-    """What every schema begins with."""
+    """Return the first entries of a schema."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:castwise:schema:{name}:{number}",
@@ -113,17 +113,17 @@ def head(name: str, number: int, cls: type) -> dict[str, Any]:
 
 
 def version(number: int) -> dict[str, Any]:
-    """Which version a file is of."""
+    """Return the schema of a file's version number."""
     return {"const": number, "description": "Of the schema that the file follows."}
 
 
 def record(cls: type, parts: dict[str, Any], finite: bool = False) -> dict[str, Any]:
-    """A dataclass as an object.
+    """Return the schema of a dataclass as an object.
 
     Args:
         cls: The dataclass.
-        parts: Where those that it has in its fields go, by name.
-        finite: Whether all its numbers are; else one that JSON has not is null.
+        parts: Receives the schemas of the dataclasses in its fields, by name.
+        finite: Whether all its numbers are finite; otherwise null stands for a number that JSON cannot represent.
     """
     hints, said = typing.get_type_hints(cls), described(cls)
     fields = [field.name for field in dataclasses.fields(cls)]
@@ -132,7 +132,7 @@ def record(cls: type, parts: dict[str, Any], finite: bool = False) -> dict[str, 
 
 
 def form(hint: Any, parts: dict[str, Any], finite: bool) -> dict[str, Any]:
-    """A type as JSON has it."""
+    """Return the schema of a type."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return {}
@@ -166,24 +166,24 @@ def form(hint: Any, parts: dict[str, Any], finite: bool) -> dict[str, Any]:
 
 
 def described_as(kind: dict[str, Any], text: str) -> dict[str, Any]:
-    """A form with what it means."""
+    """Return a schema with a description, if there is one."""
     return {**kind, "description": text} if text else dict(kind)
 
 
 def summary(value: Any) -> str:
-    """The first sentence of what is written about a class or a property, in plain text."""
+    """Return the first paragraph of the docstring of a class or a property, in plain text."""
     return plain((inspect.getdoc(value) or "").partition("\n\n")[0])
 
 
 def described(cls: type) -> dict[str, str]:
-    """What is written about the attributes of a class."""
+    """Return the descriptions of a class's attributes from its docstring."""
     lines = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", lines, re.MULTILINE)
     return {name: plain(text) for name, text in found}
 
 
 def plain(text: str) -> str:
-    """A docstring's text on one line, code in single backticks."""
+    """Return a docstring's text on one line, with code in single backticks."""
     return re.sub(r":\w+:`([^`]+)`", r"`\1`", " ".join(text.split()).replace("``", "`"))
 
 

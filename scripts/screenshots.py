@@ -1,8 +1,8 @@
-"""Write the screenshots of docs/img: the pages that the examples of the documentation write, as Chromium shows them.
+"""Write the screenshots in docs/img: Chromium's view of the report pages that the documentation's examples write.
 
     python scripts/screenshots.py [NAME ...]
 
-Needs chromium and chromedriver on the PATH. A name is that of a page of docs/; without one all are made.
+This needs chromium and chromedriver on the PATH. NAME is a page of docs/; without names, all screenshots are written.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Shot(NamedTuple):
     """A screenshot.
 
     Attributes:
-        saves: Python behind the examples, whose value has ``save(folder)``.
-        height: Pixels from its top.
-        blocks: So many of the page's examples are run.
-        change: Script that changes the page before, as a click would.
-        top: Selects the element that it begins with.
+        saves: Python expression evaluated after the examples; its value has ``save(folder)``.
+        height: Height in pixels.
+        blocks: Number of the page's examples to run.
+        change: Script that changes the page before the screenshot, for example by a click.
+        top: CSS selector of the element at the top.
     """
 
     saves: str
@@ -55,7 +55,7 @@ SHOTS = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """Run a page's examples, and write the report of what they found; returns the path of its page."""
+    """Run a page's examples and save the report of their result; return the path of the report's page."""
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     script = folder / "train.py"
@@ -84,7 +84,7 @@ def main(names: list[str]) -> None:
             clip = {"x": 0, "y": top, "width": WIDTH, "height": shot.height, "scale": 1}
             taken = window.devtools("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
             image = Image.open(io.BytesIO(base64.b64decode(taken["data"]))).convert("RGB")
-            image = image.quantize(method=Image.Quantize.FASTOCTREE)  # which keeps colours that are rare
+            image = image.quantize(method=Image.Quantize.FASTOCTREE)  # this method keeps rare colours
             path = ROOT / "docs" / "img" / f"{name}-page.png"
             image.save(path, optimize=True)
             print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:.0f} KiB")
