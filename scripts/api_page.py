@@ -22,6 +22,7 @@ from castwise.core.plans import plan, rules
 from castwise.lab.inspect import comparison, cures, operators, ratios, values
 from castwise.lab.inspect import forecast as forecasts
 from castwise.lab.parity import casts, damage, gradient_range, parity
+from castwise.lab.serve import result, verdicts
 from castwise.lab.timing import environment as measured_on
 from castwise.lab.workloads import workload
 
@@ -48,7 +49,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Casting": (
         "autocast", "lower_function", "fp32_function", "widest_function", "custom_fwd", "custom_bwd",
     ),
-    "Serving": ("export", "bake"),
+    "Serving": ("output_parity", "OutputParity", "export", "bake"),
     "Loss scaling by hand": ("GradScaler",),
     "Workloads": ("Workload", "bench"),
     "Errors": ("CastwiseError",),
@@ -101,6 +102,8 @@ FURTHER = (
         ),
     ),
     ("castwise.schemas", castwise.core.schemas, ("schema",)),
+    ("castwise.serving.result", result, ("Metric",)),
+    ("castwise.serving.verdicts", verdicts, ("OutputError",)),
     ("castwise.updates", updates, ("lamb_", "novograd_", "total_norm")),
     ("castwise.workload", workload, ("find_workload", "Pipeline")),
 )

@@ -66,6 +66,14 @@ def numerics(folder: Path, batch: Batch) -> None:
     assert_type(table.cast_bytes, int)
 
 
+def served(batches: Iterable[Batch]) -> None:
+    """Test the outputs of a model that is served."""
+    found = castwise.output_parity(Net(), "bf16-mixed", list(batches), call=lambda net, batch: net(batch[0]))
+    assert_type(found, castwise.OutputParity)
+    assert_type(found.needed, int | None)
+    assert_type(found.outputs[0].rank, float | None)
+
+
 def train(batches: Iterable[Batch]) -> None:
     """Run the README's loop, with a specific optimizer type."""
     with castwise.Amp("bf16-mixed", device="cpu") as amp:

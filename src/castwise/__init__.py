@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from castwise.lab.inspect.nonfinite import FirstNonfinite, first_nonfinite
     from castwise.lab.inspect.operators import OperatorTable, operator_table
     from castwise.lab.parity.parity import ParityResult, parity
+    from castwise.lab.serve.parity import OutputParity, output_parity
     from castwise.lab.watch import Monitor
     from castwise.lab.watch.recorder import Recorder
     from castwise.lab.watch.recovery import Recovery
@@ -53,6 +54,7 @@ __all__ = [
     "Mismatch",
     "Monitor",
     "OperatorTable",
+    "OutputParity",
     "ParityResult",
     "Plan",
     "Recorder",
@@ -75,6 +77,7 @@ __all__ = [
     "lower_function",
     "mismatch",
     "operator_table",
+    "output_parity",
     "parity",
     "replay",
     "tune",
@@ -101,6 +104,7 @@ _HOME = {
         "lab.watch.recovery": "Recovery",
         "lab.watch.replay": "Replay replay",
         "lab.parity.parity": "ParityResult parity",
+        "lab.serve.parity": "OutputParity output_parity",
         "core.plans.plan": "LossScale Plan Region",
         "core.scaler": "GradScaler StepResult",
         "core.serve": "bake export",
@@ -127,6 +131,7 @@ _MOVED = {
     "ranks": "core.ranks",
     "scaler": "core.scaler",
     "schemas": "core.schemas",
+    "serving": "lab.serve",
     "session": "core.session",
     "updates": "core.masters.updates",
     "workload": "lab.workloads.workload",

@@ -18,6 +18,7 @@ from castwise.report import (
     monitor,
     nonfinite,
     operators,
+    outputs,
     parity,
     plots,
     recovery,
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 _KINDS = {
     "bench": bench, "compare": compare, "doctor": doctor, "forecast": forecast, "mismatch": mismatch,
-    "monitor": monitor, "nonfinite": nonfinite, "operators": operators, "parity": parity, "recovery": recovery,
-    "replay": replay, "train": train, "try": tried, "tune": tune,
+    "monitor": monitor, "nonfinite": nonfinite, "operators": operators, "output-parity": outputs, "parity": parity,
+    "recovery": recovery, "replay": replay, "train": train, "try": tried, "tune": tune,
 }  # fmt: skip
 """The module that makes the text for each kind of record: ``lines`` and ``brief`` for the terminal, ``values`` and ``PICTURES``
 for the page's template."""

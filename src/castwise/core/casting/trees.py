@@ -63,7 +63,7 @@ def _map(
         if data is value.data:
             return None
         return PackedSequence(data, value.batch_sizes, value.sorted_indices, value.unsorted_indices)
-    parts = _parts(value)
+    parts = contents(value)
     if parts is None:
         return None
     known = None if seen is None else seen.get(id(value))
@@ -92,7 +92,7 @@ def _map(
     return known[1]
 
 
-def _parts(value: Any) -> Iterable[tuple[Any, Any]] | None:
+def contents(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the contents of a container with their indices, keys or field names, or None for any other value."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)

@@ -104,6 +104,36 @@ def paired_speedup(
     return Ratio(statistics.median(ratios), low, high, LEVEL, n)
 
 
+def ratio_of_sums(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """Estimate the ratio of two sums over ``n`` samples, with Student's t interval of the jackknife over samples.
+
+    Each sample contributes to both sums. The interval ends at 0 at the lowest. With one sample it is from 0 to infinity. If the
+    lower sum is 0, the ratio is 0 if the upper sum is 0 too, and otherwise infinite. With infinite values above, so is the interval.
+
+    Raises:
+        ValueError: No samples, or lists of different lengths.
+    """
+    n = len(above)
+    if not n or n != len(below):
+        raise ValueError(f"ratio_of_sums: {n} and {len(below)} values; needs as many of each, at least one")
+    a, b = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
+    value = _quotient(float(a.sum()), float(b.sum()))
+    if not np.isfinite(a).all():
+        return Ratio(math.inf, math.inf, math.inf, LEVEL, n)
+    if n == 1:
+        return Ratio(value, 0.0, math.inf, LEVEL, n)
+    without = [_quotient(float(a.sum() - a[at]), float(b.sum() - b[at])) for at in range(n)]
+    if not math.isfinite(value) or not all(map(math.isfinite, without)):
+        return Ratio(value, min(value, *without), math.inf, LEVEL, n)
+    quantiles = _T[LEVEL]
+    half = quantiles[min(n - 1, len(quantiles)) - 1] * math.sqrt((n - 1) * statistics.pvariance(without))
+    return Ratio(value, max(0.0, value - half), value + half, LEVEL, n)
+
+
+def _quotient(above: float, below: float) -> float:
+    return above / below if below > 0.0 else math.inf if above > 0.0 else 0.0
+
+
 def _of_few(ratios: Sequence[float]) -> Ratio:
     n, middle = len(ratios), statistics.median(ratios)
     if n == 1:

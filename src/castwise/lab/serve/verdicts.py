@@ -1,0 +1,249 @@
+"""Decide from the differences of outputs whether a plan's outputs are as good as fp32's.
+
+Everything is held against what rounding alone does: fp32's outputs when the weights and inputs are perturbed by up to half a unit
+in the last place of the plan's format. This is called the *floor*. Three ratios are compared with one line, each as a multiple of
+the floor:
+
+- the error of floating outputs, as the root of summed squares over batches;
+- changed decisions of logits that the floor does not explain. A change is explained if fp32 has a smaller margin between the two
+  classes than ``REACH`` lines times the floor of the row. A share of ``SLACK`` is allowed;
+- changed integers, compared with the changes in the floor plus ``SLACK`` of all.
+
+The floor excuses an error only up to ``CONDITION`` eps of the format, relative to the spread of the outputs: of a row's logits
+around their mean, of scores and values around the mean of all. Beyond that the format is too coarse for the model or its inputs.
+
+Each ratio has a 95 % interval over batches. A plan passes if all intervals end below the line, and fails if one begins above it.
+Rare damage makes intervals wide. So a plan also fails if at least two batches have errors beyond ``FAR`` lines of the largest
+floor of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from castwise.lab.serve.outputs import Difference, Kind, rank_correlation, spread
+from castwise.lab.timing.stats import LEVEL, Ratio, ratio_of_sums
+
+Verdict = Literal["pass", "fail", "undecided"]
+
+LINE = 4.0
+"""A plan passes if its outputs' errors are at most this multiple of the floor.
+
+Source: bench/bench_serving_parity.py, with planted failures, their sound twins and sound models of ``transformers``.
+"""
+REACH = 2.0
+SLACK = 5e-3
+CONDITION = 8.0
+FAR = 2.0
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """How one output under a plan differs from fp32's.
+
+    The floor is the same difference between two fp32 runs, in one of which the weights and inputs are rounded at random to
+    the plan's format.
+
+    Attributes:
+        name: The name of the output, such as ``logits`` or ``hidden_states.0``; a bare tensor is ``output``.
+        kind: What the output is for: ``logits``, ``scores``, ``values`` or ``integers``.
+        elements: The number of elements that were compared.
+        error: The norm of the difference, divided by the norm of fp32's output. None for integers.
+        floor: The same for the floor. None for integers.
+        verdict: ``pass``, ``fail`` or ``undecided``.
+        by: What decided: ``error``, ``decisions``, ``integers`` or ``finite``.
+        times: The quantity that decided, as a multiple of the floor.
+        low: The lower end of the 95 % interval of ``times``.
+        high: The upper end of the 95 % interval of ``times``.
+        changed: The share of changed decisions: of the largest of a row of logits, or of integers.
+        changed_by_rounding: The same share for the floor.
+        unexplained: The share of changed decisions that rounding does not explain. None for other kinds than logits.
+        top5_changed: The share of rows whose five largest logits changed.
+        divergence: The mean KL divergence of the rows' probabilities from fp32's, in nats.
+        divergence_p99: The 99th percentile of the KL divergence over rows.
+        rank: Spearman's correlation of the scores with fp32's.
+        rank_by_rounding: The same correlation for the floor.
+        nonfinite: The number of elements that are NaN or infinite where fp32's are finite.
+        coarse: Whether the format is too coarse for the model or its inputs: rounding them changes the outputs by more than
+            8 eps of their spread, and only so much of the floor counts.
+    """
+
+    name: str
+    kind: Kind
+    elements: int
+    error: float | None
+    floor: float | None
+    verdict: Verdict
+    by: str
+    times: float
+    low: float
+    high: float
+    changed: float | None = None
+    changed_by_rounding: float | None = None
+    unexplained: float | None = None
+    top5_changed: float | None = None
+    divergence: float | None = None
+    divergence_p99: float | None = None
+    rank: float | None = None
+    rank_by_rounding: float | None = None
+    nonfinite: int = 0
+    coarse: bool = False
+
+    def needed(self, batches: int, line: float) -> int | None:
+        """Return the approximate number of batches that would decide; None if the output is decided or no number would.
+
+        Args:
+            batches: The number of batches that did not decide.
+            line: The line.
+        """
+        reach = self.high - self.times if self.times < line else self.times - self.low
+        distance = abs(line - self.times)
+        if self.verdict != "undecided" or not distance or not math.isfinite(reach):
+            return None
+        return math.ceil(batches * max(1.0, (reach / distance) ** 2))
+
+    def said(self, line: float) -> str:
+        """Return a clause that says what decided.
+
+        Args:
+            line: The line.
+        """
+        if self.by == "finite":
+            return f"{self.name} has {self.nonfinite} infinite or NaN values where fp32's are finite"
+        where = {"pass": "below", "fail": "above", "undecided": "on both sides of"}[self.verdict]
+        if self.by == "decisions":
+            low, high = (f"{end * SLACK / line:.2%}" for end in (self.low, self.high))
+            return (
+                f"{self.unexplained:.2%} of the decisions by {self.name} change where fp32 has a clear margin "
+                f"(95 % interval {low} to {high}), {where} the {SLACK:.1%} that chance may explain"
+            )
+        times = (
+            f"{self.times:.3g} times what rounding explains (95 % interval {self.low:.3g} to {self.high:.3g}), "
+            f"{where} the line of {line:g}"
+        )
+        if self.by == "integers":
+            return f"{self.changed:.2%} of {self.name} change, {self.changed_by_rounding:.2%} by rounding alone; that is {times}"
+        if self.coarse:
+            return (
+                f"rounding the weights and inputs alone changes {self.name} by {self.floor:.2g} of its norm, so the format is too "
+                f"coarse for the model or its inputs; the error of {self.error:.2g} is {times}"
+            )
+        return f"the error of {self.name}, {self.error:.2g} of its norm, is {times}"
+
+
+def decide(
+    name: str,
+    kind: Kind,
+    fp32: Sequence[torch.Tensor],
+    plan: Sequence[Difference],
+    floor: Sequence[Difference],
+    line: float,
+    eps: float,
+) -> OutputError:
+    """Decide about one output.
+
+    Args:
+        name: Its name.
+        kind: What it is for.
+        fp32: fp32's output of each batch.
+        plan: The difference of the plan's output from fp32's, of each batch.
+        floor: The difference that rounding makes, of each batch.
+        line: The multiple of the floor up to which a plan passes.
+        eps: The eps of the plan's format.
+    """
+    elements = sum(each.elements for each in plan)
+    ratios: dict[str, Ratio] = {}
+    counted = 1.0
+    if kind == "integers":
+        allowed = [f.changed + SLACK / line * f.decisions for f in floor]
+        ratios["integers"] = ratio_of_sums([p.changed for p in plan], allowed)
+    else:
+        counted = _counted(kind, fp32, plan, floor, eps)
+        square = ratio_of_sums([p.error for p in plan], [f.error * counted for f in floor])
+        ratios["error"] = Ratio(square.value**0.5, square.low**0.5, square.high**0.5, LEVEL, square.n)
+    if kind == "logits":
+        ratios["decisions"] = ratio_of_sums(
+            [p.unexplained for p in plan], [SLACK / line * p.decisions for p in plan]
+        )
+    verdicts = {by: _verdict(ratio, line) for by, ratio in ratios.items()}
+    if kind != "integers" and _is_far(plan, floor, line):
+        verdicts["error"] = "fail"
+    nonfinite = sum(p.nonfinite for p in plan)
+    if nonfinite:
+        ratios["finite"], verdicts["finite"] = Ratio(math.inf, math.inf, math.inf, LEVEL, len(plan)), "fail"
+    by = max(ratios, key=lambda each: (_ORDER.index(verdicts[each]), each == "finite", ratios[each].high))
+    ratio = ratios[by]
+    return OutputError(
+        name, kind, elements, math.inf if nonfinite else _relative(kind, plan), _relative(kind, floor), verdicts[by], by,
+        ratio.value, ratio.low, ratio.high, nonfinite=nonfinite, coarse=counted < 1.0, **_decisions(kind, fp32, plan, floor),
+    )  # fmt: skip
+
+
+_ORDER = ("pass", "undecided", "fail")
+
+
+def _verdict(ratio: Ratio, line: float) -> Verdict:
+    return "pass" if ratio.high <= line else "fail" if ratio.low > line else "undecided"
+
+
+def _counted(
+    kind: Kind,
+    fp32: Sequence[torch.Tensor],
+    plan: Sequence[Difference],
+    floor: Sequence[Difference],
+    eps: float,
+) -> float:
+    """Return the share of the floor's summed squares that excuses an error."""
+    count = sum(p.elements for p in plan)
+    centre = 0.0
+    if kind != "logits" and count:
+        centre = sum(float(torch.where(x.isfinite(), x, 0.0).sum()) for x in fp32) / count
+    spreads = sum(spread(x, kind, centre) for x in fp32)
+    floors = sum(f.error for f in floor)
+    return min(1.0, (CONDITION * eps) ** 2 * spreads / floors) if floors else 1.0
+
+
+def _is_far(plan: Sequence[Difference], floor: Sequence[Difference], line: float) -> bool:
+    """Whether at least two batches have a mean squared error far beyond the largest floor of a batch."""
+    most = max((f.error / f.elements for f in floor if f.elements), default=0.0)
+    return sum(bool(p.elements) and p.error / p.elements > (FAR * line) ** 2 * most for p in plan) >= 2
+
+
+def _relative(kind: Kind, found: Sequence[Difference]) -> float | None:
+    if kind == "integers":
+        return None
+    signal, error = (math.fsum(getattr(each, name) for each in found) for name in ("signal", "error"))
+    return (error / signal) ** 0.5 if signal else 0.0 if not error else math.inf
+
+
+def _decisions(
+    kind: Kind, fp32: Sequence[torch.Tensor], plan: Sequence[Difference], floor: Sequence[Difference]
+) -> dict[str, float | None]:
+    out: dict[str, float | None] = {}
+    count = sum(p.decisions for p in plan)
+    if count:
+        out["changed"] = sum(p.changed for p in plan) / count
+        out["changed_by_rounding"] = sum(f.changed for f in floor) / count
+    if kind == "logits":
+        out["unexplained"] = sum(p.unexplained for p in plan) / max(1, count)
+        tops = [p for p in plan if p.top is not None]
+        if tops:
+            out["top5_changed"] = sum(p.top or 0 for p in tops) / sum(p.decisions for p in tops)
+        rows = [p.divergence.cpu() for p in plan if p.divergence is not None]
+        if rows:
+            every = torch.cat(rows)
+            out["divergence"] = float(every.mean())
+            out["divergence_p99"] = float(every.kthvalue(math.ceil(0.99 * len(every))).values)
+    if kind == "scores":
+        out["rank"], out["rank_by_rounding"] = _rank(fp32, plan), _rank(fp32, floor)
+    return out
+
+
+def _rank(fp32: Sequence[torch.Tensor], found: Sequence[Difference]) -> float | None:
+    scores = [each.output for each in found if each.output is not None]
+    return rank_correlation(torch.cat([*fp32]), torch.cat(scores)) if len(scores) == len(fp32) else None
