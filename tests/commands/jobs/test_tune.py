@@ -217,7 +217,9 @@ def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again(
         _torch.cpu, "cpu_has_bf16", lambda: True
     )  # otherwise bf16 is ruled out on CPUs without it
     # A lambda keeps the workload in this process, so memory is measured in forks, which start quickly.
-    made = Workload("wide", wide, adamw, lambda seed: wide_batches(seed), loss)
+    made = Workload(
+        "wide", wide, lambda params: torch.optim.AdamW(params, lr=1e-2), lambda seed: wide_batches(seed), loss
+    )
     result = castwise.tune(
         made, goal="memory", formats=("fp32", "bf16"), device=DEVICE, budget_s=120, warmup_steps=5
     )

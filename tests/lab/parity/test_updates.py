@@ -94,7 +94,7 @@ def test_the_share_is_of_the_update_and_not_of_elements(plan: str, last_place: f
 def test_updates_below_half_of_the_last_place_are_lost(plan: str, last_place: float) -> None:
     found = _found(Plan.preset(plan), torch.full((8,), 1.5), 0.3 * last_place * torch.ones(8))
     assert found.lost == 1.0
-    assert found.why == "rounding loses 100% of the optimizer's update of w at step 4"
+    assert found.why == "rounding loses 100% of the optimizer's update of w at step 3"
 
 
 def test_a_small_group_is_not_hidden_by_a_large_one() -> None:
@@ -339,3 +339,10 @@ def test_one_update_is_that_of_the_step_after_the_warm_ones() -> None:
     assert [name for name, _, _ in found] == ["w"]
     assert torch.equal(found[0][1].cpu(), torch.full((3,), 1.0 - updates.WARM_STEPS, device="cpu"))
     assert torch.equal(found[0][2].cpu(), -torch.ones(3, device="cpu"))
+
+
+def test_the_first_step_is_compared_too() -> None:
+    """Adagrad's sum of squares is 0 before it; in fp16 it stays 0, and the step divides by it."""
+    found = job(lambda params: torch.optim.Adagrad(params, lr=1e-2), "fp16-true")
+    assert found.broken.endswith("where fp32 stays finite"), found
+    assert found.step <= 1

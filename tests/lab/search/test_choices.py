@@ -483,6 +483,11 @@ def test_losses_are_judged_as_students_t_says() -> None:
     unclear = [r + d for r, d in zip(reference, (-1, 1, -1, 1), strict=True)]
     assert judge_losses(reference, unclear, 50, 0.005).verdict == "not shown"
     assert judge_losses(reference, [math.inf] * 4, 50, 0.005).verdict == "worse"
+    little = judge_losses(reference, candidate, 50, 0.005, strict=True)
+    assert little.verdict == "worse"  # without masters, known harm grows, however small it is
+    assert "such harm grows with the length of the training" in in_training(little)
+    same = [r + d for r, d in zip(reference, (-0.001, 0.001, -0.001, 0.001), strict=True)]
+    assert judge_losses(reference, same, 50, 0.005, strict=True).verdict == "not worse"
     assert in_training(found).startswith(
         "over 4 pairs of 50 steps its loss differs from fp32's by 0.002 (at most 0.003 with 95 % confidence; allowed"
     )

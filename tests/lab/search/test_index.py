@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import random
 import sys
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -118,6 +120,77 @@ def test_another_job_is_searched(what: str) -> None:
     assert other.digest != known.digest or not other.is_like(dataclasses.asdict(known))
     keep(known, CPU, Plan.preset("bf16-mixed"), {})
     assert find(other, CPU, SETTINGS) == (None, [])
+
+
+class Holds(nn.Module):
+    """A model that holds values besides its parameters."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layer, self.held = nn.Linear(WIDE, 2), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Configuration:
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+
+HELD: dict[str, tuple[Any, Any]] = {
+    "a number": (1e-6, 1e-9),
+    "a dictionary of lists": ({"a": [1, 2]}, {"a": [1, 3]}),
+    "a namespace": (types.SimpleNamespace(eps=1e-6), types.SimpleNamespace(eps=1e-9)),
+    "an object": (Configuration(1e-6), Configuration(1e-9)),
+    "a function": (lambda x: x, lambda x: x + 1),
+    "a partial": (functools.partial(torch.add, alpha=1), functools.partial(torch.add, alpha=2)),
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_a_model_that_holds_another_value_is_searched(what: str) -> None:
+    """Even if one pass in fp32 does not show it."""
+    jobs = [
+        job_of(dataclasses.replace(JOB, model=lambda one=one: Holds(one)), CPU, SETTINGS)
+        for one in HELD[what]
+    ]
+    assert jobs[0] is not None
+    assert jobs[1] is not None
+    kept(jobs[0], SETTINGS)
+    assert find(jobs[0], CPU, SETTINGS)[0] is not None
+    assert find(jobs[1], CPU, SETTINGS)[0] is None
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_other_data_in_a_later_batch_is_searched(number: int) -> None:
+    def others(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for at, (x, y) in enumerate(batches(seed)):
+            yield (3e4 * x if at == number else x), y
+
+    known, other = job_of(JOB, CPU, SETTINGS), job_of(dataclasses.replace(JOB, batches=others), CPU, SETTINGS)
+    assert known is not None
+    assert other is not None
+    assert (other.digest, other.loss) == (known.digest, known.loss)
+    assert other.data != known.data
+
+
+def test_a_last_bit_of_the_loss_is_enough_for_another_search() -> None:
+    """An offset that is added and subtracted again changes no more in fp32, and everything in bf16."""
+
+    def shifted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss((model(batch[0]) + OFFSET) - OFFSET, batch[1])
+
+    jobs = []
+    for globals()["OFFSET"] in (0.0, 2000.0):
+        jobs.append(job_of(dataclasses.replace(JOB, loss=shifted), CPU, SETTINGS))
+    assert jobs[0] is not None
+    assert jobs[1] is not None
+    assert jobs[1].loss == pytest.approx(jobs[0].loss, rel=1e-3)
+    assert jobs[1].loss != jobs[0].loss
+
+
+OFFSET = 0.0
 
 
 def test_a_loss_that_draws_is_known_again() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import castwise
 from castwise import Plan, Workload
 from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.context import Context, Settings
@@ -60,6 +61,7 @@ def looked(job: Workload = GROWS, chosen: Choice = Choice(AUTOCAST)) -> Search:
     search.choice = dataclasses.replace(chosen, verified=search.reference.numerics.find(chosen.plan))
     assert search.choice.verified is not None
     assert search.choice.verified.verdict == "pass"
+    search.warmed = 4
     _second_look(search)
     return search
 
@@ -73,6 +75,18 @@ def test_what_trained_weights_break_is_repaired_and_nothing_that_was_known_of_th
     assert search.choice.verification is None  # the runs were of the plan before the repair
     assert search.journal.refusal(AUTOCAST).startswith("after 4 steps: ")
     assert "pass" in search.journal.notes[-1]
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(0, False), (4, True), (None, True)])
+def test_the_search_for_regions_tests_trained_weights_too(steps: int | None, kept: bool) -> None:
+    """By default, after as many steps as are cheap."""
+    result = castwise.tune(
+        GROWS, goal="numerics", formats=("bf16",), warmup_steps=steps, device=DEVICE, budget_s=60, fresh=True
+    )
+    assert (result.plan == Plan.parse("bf16-mixed+regions.shifted=fp32")) is kept or (
+        steps is None and result.plan.compute == "fp32"  # so many steps may leave nothing to repair
+    )
+    assert any("weights after" in sentence for sentence in result.evidence.why) or result.plan == FP32
 
 
 def test_where_no_repair_passes_the_plan_is_fp32_and_another_plans_damage_is_not_its_own(

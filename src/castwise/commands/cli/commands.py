@@ -135,8 +135,12 @@ def tune(
         int, typer.Option(help="Number of pairs of training runs, one under the plan and one in fp32.")
     ] = 8,
     warmup_steps: Annotated[
-        int, typer.Option(help="Check the numerics again after this many fp32 steps; 0 for no second check.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Test the gradients again after this many fp32 steps; 0 for no second test.",
+            show_default="as many as are cheap, at most 300",
+        ),
+    ] = None,
     accumulate: Annotated[int, typer.Option(help="Microbatches accumulated per update.")] = 1,
     world_size: Annotated[
         int | None,

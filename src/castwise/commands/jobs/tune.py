@@ -48,7 +48,7 @@ def tune(
     accumulate: int = 1,
     world_size: int | None = None,
     compile: str | bool = "never",
-    warmup_steps: int = 0,
+    warmup_steps: int | None = None,
     verify_steps: int = 0,
     verify_seeds: int = 8,
     budget_s: float = 170.0,
@@ -90,8 +90,9 @@ def tune(
             that is faster. ``always`` (or True) chooses among the plans that compile. The best plans are compiled in
             separate processes, as far as the budget allows. Gradients are first tested without compiling. The
             compiled gradients are then compared with those.
-        warmup_steps: The number of fp32 steps after which the gradients are tested a second time. With 0, they are
-            tested only once.
+        warmup_steps: The number of fp32 steps after which the gradients are tested a second time, since trained weights
+            can round differently. With None, it is as many steps as take about 3 % of the budget, at most 300, and if
+            fewer than 50 fit, there is no second test. With 0, gradients are tested only once.
         verify_steps: The number of steps of the final training runs, which compare the plan with fp32. With 0, no
             such runs are made.
         verify_seeds: The number of pairs of such runs, at least 2. About 20 pairs show small differences.

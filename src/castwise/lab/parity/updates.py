@@ -1,6 +1,6 @@
 """Test the optimizer's updates under plans that store parameters in bf16 or fp16; correct gradients say nothing about them.
 
-A copy of the model is trained in fp32. After 1, 4, 16, 64 and 256 steps, each of the next three steps is taken twice from the same
+A copy of the model is trained in fp32. After 0, 4, 16, 64 and 256 steps, each of the next three steps is taken twice from the same
 weights, gradients and optimizer state. It is taken once in fp32, and once by the plan's own optimizer with weights and state in
 the formats in which the plan stores them. So this test finds
 
@@ -41,14 +41,16 @@ from castwise.lab.parity.states import Optimizer
 from castwise.lab.passes.isolation import seed_all, unmoved
 from castwise.lab.passes.passes import under
 
-LOST = 0.05
+LOST = 0.02
 """Maximum share of a parameter group's update that a plan may lose.
+
+Shares up to 2.4 % did no harm in trainings of 600 steps; in trainings of 1,500 steps a loss of 2.4 % did.
 
 Source: bench/results/updates-cpu.json, by bench/bench_updates.py.
 """
 FAR = 0.5
 """Maximum share by which a plan may move a parameter group further than fp32 does."""
-AFTER = (1, 4, 16, 64, 256)
+AFTER = (0, 4, 16, 64, 256)
 """Numbers of fp32 steps after which the plan's steps are compared with fp32's."""
 COMPARED = 3
 """Number of steps compared each time."""

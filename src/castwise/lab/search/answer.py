@@ -293,7 +293,7 @@ def _untested(search: Search) -> str:
     verified, trained = search.choice.verified, search.choice.verification
     if verified is None or search.begun is None:
         return ""
-    after = max(search.context.settings.warmup_steps, trained.steps if trained is not None else 0)
+    after = max(search.warmed, trained.steps if trained is not None else 0)
     weights = (
         f"weights after more than {after} steps" if after else "weights after the first steps of training"
     )
@@ -301,7 +301,8 @@ def _untested(search: Search) -> str:
     longer = [f"sequences longer than {length}"] if length else []
     seen = len(search.begun.test.prober.micros)
     rare = [f"kinds of batches rarer than 1 in {round(seen / 3)}"] if seen >= LEAST else []
-    *first, last = [weights, *longer, *rare, "evaluation"]
+    lower = ["learning rates that fall later in training"] if search.choice.plan.lacks_masters else []
+    *first, last = [weights, *lower, *longer, *rare, "evaluation"]
     return f"Not tested: {', '.join(first)} and {last}."
 
 

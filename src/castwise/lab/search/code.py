@@ -1,4 +1,4 @@
-"""Compute a digest of a workload's code. It does not depend on where the code lies or when it was read."""
+"""Compute a digest of a workload's code and settings. It does not depend on where the code lies or when it was read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from torch import Tensor, nn
 
 from castwise.errors import is_users
 
+_TORCHS = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, types.NoneType)
 
 
 def code_digest(model: nn.Module, functions: Iterable[Any]) -> str:
     """Return a digest of the code that a workload runs.
 
-    It covers the classes of the model's modules outside torch, the given functions, and the user's code to which they refer.
+    It covers the classes of the model's modules outside torch, the values that modules hold besides tensors and modules, the given
+    functions, and the user's code to which they refer.
     """
     reader = _Reader()
     for kind in sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__):
         reader.methods(kind)
+    for path, module in model.named_modules():
+        reader.held(path, module)
     for function in functions:
         reader.read(function)
     return reader.digest.hexdigest()[:16]
@@ -45,6 +49,15 @@ class _Reader:
                 for name, value in sorted(vars(cls).items()):
                     if not name.startswith("__") or isinstance(value, types.FunctionType):
                         self.read(value, inside=True)
+
+    def held(self, name: str, thing: Any) -> None:
+        """Add the attributes of an object to the digest, without those of a module that torch itself sets."""
+        own = vars(thing)
+        if isinstance(thing, nn.Module):
+            own = {key: value for key, value in own.items() if key not in _TORCHS}
+        for key, value in sorted(own.items()):
+            self._say(name, key)
+            self.read(value)
 
     def read(self, thing: Any, inside: bool = False) -> None:
         """Add an object to the digest, and the user's code to which it refers.
@@ -74,6 +87,8 @@ class _Reader:
                 self.read(part, inside)
             if not parts:
                 self.read(type(thing))
+                if hasattr(thing, "__dict__"):  # a configuration, for example
+                    self.held(type(thing).__qualname__, thing)
 
     def _function(self, function: types.FunctionType, inside: bool) -> None:
         code = function.__code__

@@ -39,7 +39,7 @@ class Settings:
     accumulate: int = 1
     world_size: int = 1
     compile: str | bool = "never"
-    warmup_steps: int = 0
+    warmup_steps: int | None = None
     verify_steps: int = 0
     verify_seeds: int = 8
     budget_s: float = 170.0
@@ -60,9 +60,11 @@ class Settings:
                 "compile out, or use goal='time'"
             )
         for name, least in (
-            ("accumulate", 1), ("world_size", 1), ("warmup_steps", 0), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
+            ("accumulate", 1), ("world_size", 1), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
         ):  # fmt: skip
             check_count("tune", name, getattr(self, name), least)
+        if self.warmup_steps is not None:
+            check_count("tune", "warmup_steps", self.warmup_steps, 0)
         if 0 < self.verify_steps < 5:
             raise PlanError(f"tune(verify_steps={self.verify_steps}): needs 0 or at least 5 steps")
         if not self.budget_s > 0:

@@ -1,9 +1,11 @@
 """Keep the results of searches in the user's cache folder, so that the next search for the same job can use them.
 
-A job is identified by the settings of the search, the structure of its model and optimizer, and the shapes of its first batch.
-The loss and the gradient norm on that batch tell whether weights, data and loss are the same. If device, threads and versions
-are the same too, the stored result is the answer. Otherwise the stored plan is only tried first. That holds for a plan that was
-found on another device or with other code, with less time or with fewer measurements than are now requested.
+A job is identified by the settings of the search, the structure of its model and optimizer, and the shapes of its first batch. The
+loss and the gradient norm on that batch tell whether weights, data and loss are about the same.
+
+The stored result is the answer only if nothing is known to differ: loss and norm are equal to the last bit, the first batches
+have the same bytes, and code, values that modules hold, device, threads and versions are the same. Otherwise the stored plan is
+only tried first. That holds also for a plan that was found with less time or with fewer measurements than are now requested.
 
 Only completed searches are kept. Files that cannot be read or written are ignored. The folder may be shared
 (``CASTWISE_CACHE_DIR``), so files are also ignored if a user other than this user or root has written or could write them.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -31,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core import _torch
-from castwise.core.casting.trees import map_tensors, to_device
+from castwise.core.casting.trees import map_tensors, tensors_in, to_device
 from castwise.core.devices import in_fp64
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import read_json
@@ -46,7 +49,9 @@ from castwise.lab.timing.runners import build_model
 from castwise.lab.workloads.workload import Workload
 
 ALIKE = 0.01
-"""Two results belong to the same job if their losses, and their norms, differ by no more than this share."""
+"""A stored plan is tried first if the two losses, and the two norms, differ by no more than this share."""
+BATCHES = 8
+"""Number of batches whose bytes must be the same: those whose gradients a search compares first."""
 _FREE = ("budget_s", "memory", "verify_seeds", "seed")
 """Settings that change how well a plan is known, but not which plan the search looks for."""
 _LARGEST = 1 << 26
@@ -68,14 +73,20 @@ class Job:
         digest: Digest of the settings and of the structures of model, optimizer and batch.
         loss: Loss on the first batch in fp32.
         norm: Norm of the gradient of that loss.
-        code: Digest of the code of model, loss, optimizer and batches, and of the operators of a forward. They may change the
-            speed of a step without changing its results.
+        code: Digest of the code of model, loss, optimizer and batches, of the values that modules hold, and of the operators
+            of a forward. They may change the speed of a step, or its results in another format, and not this loss.
+        data: Digest of the bytes of the first batches.
     """
 
     digest: str
     loss: float
     norm: float
     code: str
+    data: str
+
+    def is_same(self, other: Mapping[str, Any]) -> bool:
+        """Whether another job is this job, as far as one pass in fp32, the code and the data tell."""
+        return bool(dataclasses.asdict(self) == other)
 
     def is_like(self, other: Mapping[str, float]) -> bool:
         """Whether another job's loss and norm equal this job's up to rounding."""
@@ -103,9 +114,20 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             said = re.sub(r" at 0x[0-9a-f]+", "", said)  # remove memory addresses
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
             code = _digest(repr([code_digest(model, functions), [*map(str, seen.ran)]]))
-            return Job(_digest(said), float(loss.detach()), norm, code)
+            data = _data(workload, settings.seed)
+            return Job(_digest(said), float(loss.detach()), norm, code, data)
     except (Exception, SystemExit):
         return None
+
+
+def _data(workload: Workload, seed: int) -> str:
+    """Return a digest of the bytes of the first batches."""
+    digest = hashlib.sha256()
+    for batch in itertools.islice(workload.batches(seed), BATCHES):
+        for tensor in tensors_in(batch):
+            dense = _torch.tensors.dense_values(tensor.detach().cpu()).contiguous()
+            digest.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _digest(said: str) -> str:
@@ -238,7 +260,7 @@ def find(
             if not job.is_like(entry["job"]) or _seal(entry["found"]) != entry["seal"]:
                 continue
             plan = Plan.from_json(entry["found"][0])
-            if entry["place"] == place and entry["job"]["code"] == job.code:
+            if entry["place"] == place and job.is_same(entry["job"]):
                 found = restored(Evidence, entry["found"][1])
                 if _answers(found, settings):
                     said = _SAID.format(date=found.environment.date[:10])

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
@@ -50,6 +51,9 @@ from castwise.lab.timing.runners import build_model
 
 LEAST_S = 5.0
 """A search with fewer seconds than this cannot give any result."""
+WARMUP, LEAST_WARMUP, WARMUP_SHARE = 300, 50, 0.03
+"""If the user sets no number of fp32 steps before the second test of gradients: as many as take ``WARMUP_SHARE`` of the budget, at
+most ``WARMUP``. With fewer than ``LEAST_WARMUP`` there is no second test."""
 PATIENCE_S, SLOWER = 60.0, 3.0
 """A process counts as hung only if it is silent for ``PATIENCE_S`` seconds, for the whole budget, and for ``SLOWER`` times as
 long as the first stage took in this process."""
@@ -89,7 +93,8 @@ def run(search: Search) -> None:
             find_exemptions(search)
         else:
             find_fastest(search)
-        if settings.warmup_steps and settings.goal != "numerics" and numerics_of(search.choice.plan) != FP32:
+        search.warmed = _warmup(search)
+        if search.warmed and numerics_of(search.choice.plan) != FP32:
             with journal.stage("second look"):
                 _second_look(search)
         steps = search.choice.verification.steps if search.choice.verification is not None else 0
@@ -113,6 +118,19 @@ def run(search: Search) -> None:
     search.complete = not missed
 
 
+def _warmup(search: Search) -> int:
+    """Return the number of fp32 steps before the second test of gradients; 0 for no second test."""
+    settings, first = search.context.settings, search.journal.stages[0]
+    if settings.warmup_steps is not None:
+        return settings.warmup_steps
+    laps = search.race.entries[FP32].lap.seconds if search.race is not None else []
+    step_s = statistics.median(laps) if laps else first.time_s / max(1, first.passes)
+    steps = min(WARMUP, int(WARMUP_SHARE * settings.budget_s / step_s))
+    return (
+        steps if steps >= LEAST_WARMUP and search.context.left_s() > WARMUP_SHARE * settings.budget_s else 0
+    )
+
+
 def _second_look(search: Search) -> None:
     """Test the chosen plan again after some fp32 training steps, because trained weights differ from fresh weights."""
     context, journal, reference = search.context, search.journal, search.reference
@@ -122,8 +140,8 @@ def _second_look(search: Search) -> None:
     arrived = widen_(model)
     optimizer = workload.optimizer(model.parameters())
     batches = iter(workload.batches(settings.seed))
-    for step in range(settings.warmup_steps):
-        journal.tell("fp32 steps", step, settings.warmup_steps)
+    for step in range(search.warmed):
+        journal.tell("fp32 steps", step, search.warmed)
         optimizer.zero_grad()
         workload.loss(model, to_device(next(batches), context.device)).backward()
         optimizer.step()
@@ -142,7 +160,7 @@ def _second_look(search: Search) -> None:
     if result.verdict == "pass" or trained:
         search.choice = dataclasses.replace(search.choice, verified=result)
     else:
-        journal.refuse(plan, f"after {settings.warmup_steps} steps: {search.why(plan, result)}")
+        journal.refuse(plan, f"after {search.warmed} steps: {search.why(plan, result)}")
         search.parity[numerics_of(plan)] = result
         repair = numerics.repair(plan, result, reserve=VERIFYING)
         plan, result = repair.plan, numerics.verify(repair.plan)
@@ -152,7 +170,7 @@ def _second_look(search: Search) -> None:
         search.choice = Choice() if why else Choice(plan, result, repair.kept)
     search.parity[numerics_of(plan)] = result
     journal.notes.append(
-        f"The gradient test after {settings.warmup_steps} fp32 steps: {result.verdict}; {result.reason}."
+        f"The gradient test after {search.warmed} fp32 steps: {result.verdict}; {result.reason}."
     )
 
 

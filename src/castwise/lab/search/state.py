@@ -56,6 +56,7 @@ class Search:
         peaks: Peak memory in bytes, by plan.
         updates_as_given: For a model that was given in a low format, the comparison of its updates with fp32's.
         choice: The plan chosen so far.
+        warmed: Number of fp32 steps before the second test of gradients; 0 without one.
         complete: Whether the search finished.
     """
 
@@ -70,6 +71,7 @@ class Search:
     peaks: dict[Plan, int] = field(default_factory=dict)
     updates_as_given: UpdateLoss | None = None
     choice: Choice = Choice()
+    warmed: int = 0
     complete: bool = False
 
     def __post_init__(self) -> None:
