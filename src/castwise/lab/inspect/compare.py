@@ -135,7 +135,7 @@ def compare(
         comparing = ranks.each(begun)
         calls = ranks.merge(ranks.each(comparing.run), worst_calls)
         tried = [call.path for call in suspects(calls, tries)]
-        return ranks.merge(ranks.each(lambda: comparing.finding(tried)), worst_of)
+        return ranks.merge(ranks.each(lambda: comparing.result(tried)), worst_of)
 
 
 class _Comparing:
@@ -203,7 +203,7 @@ class _Comparing:
         )
         return self._attributed(dataclasses.replace(own, exact=(look, ran)))
 
-    def finding(self, suspects: Iterable[str]) -> Comparison:
+    def result(self, suspects: Iterable[str]) -> Comparison:
         """Return the comparison, after a run of the second plan with each of the given modules in the first plan's format.
 
         Args:

@@ -186,7 +186,7 @@ def mismatch(
 
         every = ranks.to_first(ranks.each(run))
 
-        def finding() -> Mismatch:
+        def result() -> Mismatch:
             sums = [functools.reduce(operator.iadd, of_plan) for of_plan in zip(*every, strict=True)]
             if not sums[0].count:
                 raise WorkloadError(
@@ -195,7 +195,7 @@ def mismatch(
             return Mismatch(
                 workload=type(ranks.model).__name__,
                 plan_train=train,
-                serve=tuple(row.finding() for row in sums),
+                serve=tuple(row.result() for row in sums),
                 tokens=tokens,
                 count=sums[0].count,
                 sequences=sums[0].sequences,
@@ -204,7 +204,7 @@ def mismatch(
                 ranks=ranks.size,
             )
 
-        return ranks.first(finding)
+        return ranks.first(result)
 
 
 # --- running ----------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class Sums:
         self.sequences += other.sequences
         return self
 
-    def finding(self) -> ServeMismatch:
+    def result(self) -> ServeMismatch:
         """Return the statistics of all recorded tokens."""
         all_rows = torch.cat(self._rows)
         batch, row, position, token, ours, theirs, kl, other = all_rows.unbind(1)

@@ -306,7 +306,7 @@ def changed_choices(passes: Iterable[Changes]) -> tuple[Choice, ...]:
 
 
 def worst_choices(by_rank: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
-    """Merge the ranks' findings about integer and boolean results: return, for each operator, that of the worst rank.
+    """Merge the ranks' comparisons of integer and boolean results: for each operator, keep that of the worst rank.
 
     Wrong results come first.
     """

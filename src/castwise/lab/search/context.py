@@ -1,4 +1,4 @@
-"""Hold the data that all stages of a search share: the job, the settings, and the journal of findings."""
+"""Hold the data that all stages of a search share: the job, the settings, and the journal."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Context:
         ranks: The ranks that search together.
         elsewhere: Plans that earlier searches found for the same job on other devices or with other versions.
         home: Starts the processes in which the search measures.
-        journal: The findings so far, for the same ranks.
+        journal: The log of the search, for the same ranks.
     """
 
     workload: Workload

@@ -1,4 +1,4 @@
-"""Convert the findings of a search to the dataclasses of :mod:`castwise.lab.search.evidence`."""
+"""Convert the results of a search to the dataclasses of :mod:`castwise.lab.search.evidence`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected",
 
 
 def evidence(search: Search) -> Evidence:
-    """Return the findings of a search so far, whether it has ended or was interrupted."""
+    """Return the results of a search so far, whether it has ended or was interrupted."""
     asked, plan = dataclasses.asdict(search.context.settings), search.choice.plan
     test = search.begun.test if search.begun is not None else None
     where = environment(search.context.device)

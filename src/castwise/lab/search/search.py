@@ -60,7 +60,7 @@ long as the first stage took in this process."""
 
 
 def run(search: Search) -> None:
-    """Run the search. If an exception interrupts it, including KeyboardInterrupt, ``search`` keeps the findings so far.
+    """Run the search. If an exception interrupts it, including KeyboardInterrupt, ``search`` keeps the results so far.
 
     Raises:
         CastwiseError: The workload cannot be tuned because it fails in fp32 or there is no time.

@@ -1,4 +1,4 @@
-"""Hold the findings of a search so far, with the operations that every kind of search uses."""
+"""Hold the results of a search so far, with the operations that every kind of search uses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass
 class Search:
-    """A search with its findings so far.
+    """A search with its results so far.
 
     Attributes:
         context: The job to tune, and how and where to measure it.
