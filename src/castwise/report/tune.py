@@ -31,8 +31,18 @@ def lines(record: Record) -> list[Grid | Line]:
     plans, exempt = plan_grid(record), region_grid(record).where("exempt")
     compiling = [name for name in plans.header if name == "compiling"]
     grids = (
-        plans.only("Speed", "plan", "training step", *compiling, "vs fp32", "vs autocast"),
-        plans.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
+        *(
+            [
+                plans.only("Speed", "plan", "call", *compiling, "vs fp32"),
+                latency_grid(record),
+                plans.only("Outputs and memory", "plan", "outputs", "error", "peak memory"),
+            ]
+            if _serves(record)
+            else [
+                plans.only("Speed", "plan", "training step", *compiling, "vs fp32", "vs autocast"),
+                plans.only("Gradients and memory", "plan", "parity", "damage", "peak memory", "loss"),
+            ]
+        ),
         replace(exempt, rows=exempt.rows[:_MOST]).only(
             "Kept in another format", "region", "modules", "format", "why"
         ),
@@ -44,8 +54,8 @@ def lines(record: Record) -> list[Grid | Line]:
         *(Line(note, "yellow") for note in _open(record)),
         *(Line(note) for note in record["notes"]),
         Line(),
-        Line("Paste into your training loop:"),
-        Line(words.pasted(record["plan"]), "green"),
+        Line(f"{_paste_title(record)}:"),
+        Line(words.pasted(record["plan"], serves=_serves(record)), "green"),
         Line(),
         *(grid for grid in grids if grid.rows),
         *(
@@ -65,21 +75,32 @@ def brief(record: Record) -> list[Grid | Line]:
     rows = tuple(
         row for row in grid.rows if row.tag in ("chosen", "baseline", "tie") or _BESIDE in row.cells[0]
     )
-    uncompiled = record["settings"].get("compile") == "never" and record["goal"] == "time"
+    uncompiled = record["settings"].get("compile") == "never" and record["goal"] in ("time", "inference")
     return [
         Line(record["answer"], "bold"),
         *(Line(sentence) for sentence in record["why"][: _REASONS - min(len(open_), 1)]),
         *(Line(note, "yellow") for note in open_[:1]),
-        Line(words.pasted(record["plan"]), "green"),
-        *([replace(grid, rows=rows).only("", *_BRIEF)] if rows else ()),
+        Line(words.pasted(record["plan"], serves=_serves(record)), "green"),
+        *([replace(grid, rows=rows).only("", "plan", _step(record), "vs fp32", "peak memory")] if rows else ()),
         Line(f"{_UNCOMPILED * uncompiled}More: --verbose, or the page.", "dim"),
     ]  # fmt: skip
 
 
-_BRIEF = ("plan", "training step", "vs fp32", "peak memory")
 _REASONS = 3
 _UNCOMPILED = "torch.compile was not tried (--compile auto). "
 _BESIDE = "one-line autocast"
+
+
+def _serves(record: Record) -> bool:
+    return bool(record["goal"] == "inference")
+
+
+def _step(record: Record) -> str:
+    return "call" if _serves(record) else "training step"
+
+
+def _paste_title(record: Record) -> str:
+    return "Paste where the model is loaded" if _serves(record) else "Paste into your training loop"
 
 
 def _others(record: Record) -> list[Grid | Line]:
@@ -97,7 +118,8 @@ def values(record: Record) -> dict[str, Any]:
     """Return the values for the page's template, by name. The page shows the whole record."""
     return {
         "answer": record["answer"], "why": record["why"], "facts": facts(record),
-        "paste": words.pasted(record["plan"]), "plans": plan_grid(record),
+        "paste": words.pasted(record["plan"], serves=_serves(record)), "paste_title": _paste_title(record),
+        "plans": plan_grid(record), "latencies": latency_grid(record),
         "others": other_grid(record), "open": _open(record), "remarks": record["notes"],
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),
         "verification": verification_sentence(record), "stages": stage_grid(record), "settings": settings(record),
@@ -110,7 +132,7 @@ def values(record: Record) -> dict[str, Any]:
 def plan_grid(record: Record) -> Grid:
     """Return a table of the chosen plan, fp32, one-line autocast and plans of equal quality. Several ties are one row."""
     rows = [row for row in record["candidates"] if _is_shown(record, row)]
-    ties = [row for row in rows if row["status"] == "tie" and not _name_beside(row)]
+    ties = [row for row in rows if row["status"] == "tie" and not _name_beside(record, row)]
     columns = _columns(record)
     grid = Grid.of("Plans compared", (row for row in rows if row not in ties), columns, _status(record), _why)
     if len(ties) < 2:
@@ -139,7 +161,7 @@ def other_grid(record: Record) -> Grid:
         "outcome": lambda row: _LEFT[row["status"]],
         **{
             name: known[name]
-            for name in ("vs fp32", "damage")
+            for name in ("vs fp32", "error" if _serves(record) else "damage")
             if any(_says(known[name], row) for row in firsts)
         },
     }
@@ -161,14 +183,30 @@ def _is_shown(record: Record, row: Record) -> bool:
     return (
         row["status"] not in _LEFT
         or (row["status"] == "sound" and row["time"] is not None)
-        or bool(_name_beside(row))
+        or bool(_name_beside(record, row))
         or row["plan"] == record["plan"]
     )
 
 
-def _name_beside(row: Record) -> str:
+def _name_beside(record: Record, row: Record) -> str:
     """Return what is added to the name of a plan that always has a row: fp32 and one-line autocast; empty for other plans."""
-    return {"fp32": "as it is", "bf16-mixed": _BESIDE}.get(row["plan"], "")
+    autocast = (
+        "" if _serves(record) else _BESIDE
+    )  # to serve, weights are cast once, which autocast does not do
+    return {"fp32": "as it is", "bf16-mixed": autocast}.get(row["plan"], "")
+
+
+def latency_grid(record: Record) -> Grid:
+    """Return a table of the times of single calls, by batch size and plan."""
+    names = {row["plan"]: row["words"] or row["name"] for row in record["candidates"]}
+    columns: Columns = {
+        "batch size": lambda row: "as given" if row["batch_size"] is None else str(row["batch_size"]),
+        "plan": lambda row: names[row["plan"]],
+        "median": lambda row: words.time(row["median_s"]),
+        "95 % within": lambda row: words.time(row["p95_s"]),
+        "per sample": lambda row: row["batch_size"] and words.time(row["median_s"] / row["batch_size"]),
+    }
+    return Grid.of("Single calls", record["latencies"], columns)
 
 
 def _status(record: Record) -> Callable[[Record], str]:
@@ -185,16 +223,17 @@ def _why(row: Record) -> Any:
 def _columns(record: Record) -> Columns:
     base = _baseline(record)
     peak = None if base is None else base["peak_bytes"]
+    parity, damage = ("outputs", "error") if _serves(record) else ("parity", "damage")
     columns: Columns = {
-        "plan": lambda row: ", ".join(filter(None, (row["words"] or row["name"], _name_beside(row)))),
-        "training step": lambda row: words.step(row["time"]),
+        "plan": lambda row: ", ".join(filter(None, (row["words"] or row["name"], _name_beside(record, row)))),
+        _step(record): lambda row: words.step(row["time"]),
         "vs fp32": lambda row: (
             "1" if row["status"] == "baseline" and row["time"] else words.speed(row["speedup"])
         ),
         "vs autocast": lambda row: words.speed(row["versus_autocast"]),
         "peak memory": lambda row: words.against(row["peak_bytes"], None if row is base else peak),
-        "parity": lambda row: row["parity"] and row["parity"]["verdict"],
-        "damage": lambda row: row["parity"] and _damage(row["parity"]),
+        parity: lambda row: row["parity"] and row["parity"]["verdict"],
+        damage: lambda row: row["parity"] and _damage(row["parity"]),
         "loss": lambda row: None if row["loss"] is None else words.loss(row["loss"]),
     }
     if any(row["compile_s"] for row in record["candidates"]):
@@ -215,16 +254,22 @@ def _folded(ties: Sequence[Record], columns: Columns) -> Row:
     def value(key: str, inner: str) -> list[float | None]:
         return [None if (found := row[key]) is None else found[inner] for row in ties]
 
+    speed = span(words.time, value("time", "median_s"))
+    verdicts = ", ".join(
+        dict.fromkeys(filter(None, (row["parity"] and row["parity"]["verdict"] for row in ties)))
+    )
+    errors = span(words.damage, value("parity", "value"))
     cells = {
         "plan": f"{len(ties)} tied plans",
-        "training step": span(words.time, value("time", "median_s")),
+        "training step": speed,
+        "call": speed,
         "vs fp32": span(words.factor, value("speedup", "value")),
         "vs autocast": span(words.factor, value("versus_autocast", "value")),
         "peak memory": span(words.size, [row["peak_bytes"] for row in ties]),
-        "parity": ", ".join(
-            dict.fromkeys(filter(None, (row["parity"] and row["parity"]["verdict"] for row in ties)))
-        ),
-        "damage": span(words.damage, value("parity", "value")),
+        "parity": verdicts,
+        "outputs": verdicts,
+        "damage": errors,
+        "error": errors,
         "loss": span(words.loss, [row["loss"] for row in ties]),
         "compiling": span(words.time, [row["compile_s"] for row in ties]),
     }
@@ -328,7 +373,7 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
     out = []
     for label, ratio in (
         ("over fp32", row["speedup"]),
-        ("over one-line torch.autocast", row["versus_autocast"]),
+        ("over one-line torch.autocast", None if _serves(record) else row["versus_autocast"]),
     ):
         if ratio is not None:
             out.append((f"speed {label}", _told(ratio), words.interval(ratio)))
@@ -338,7 +383,7 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
             if _starts(record) > 1
             else f"{row['rounds']} rounds"
         )
-        out.append(("a training step", words.time(row["time"]["median_s"]), firm))
+        out.append((f"a {_step(record)}", words.time(row["time"]["median_s"]), firm))
     if row["peak_bytes"] is not None:
         base = _baseline(record)
         said = ""
@@ -347,7 +392,13 @@ def facts(record: Record) -> list[tuple[str, str, str]]:
                 "as much than", "as much as"
             )
         out.append(("peak memory", words.size(row["peak_bytes"]), said))
-    if row["parity"] is not None:
+    if row["parity"] is not None and _serves(record):
+        out.append((
+            "outputs",
+            row["parity"]["verdict"],
+            f"error {_damage(row['parity'])}, relative to the floor",
+        ))
+    elif row["parity"] is not None:
         firm = f"damage {_damage(row['parity'])}, the relative error of an update"
         out.append(("gradients", row["parity"]["verdict"], firm))
     return out
@@ -373,17 +424,27 @@ def _starts(record: Record) -> int:
 def interval_note(record: Record) -> str:
     """Explain the numbers in the tables."""
     lines, starts = record["lines"], _starts(record)
+    ran = "ran" if _serves(record) else "trained"
     how = (
-        f"each was started up to {starts} times, each time in a separate process, and the plans trained in turns"
+        f"each was started up to {starts} times, each time in a separate process, and the plans {ran} in turns"
         if starts > 1
-        else "each was started once, and the plans trained in turns"
+        else f"each was started once, and the plans {ran} in turns"
         if starts
         else "only fp32 was"
     )
-    return (
+    said = (
         f"Plans with a time were in the final: {how}. fp32's time is a median ± half the interquartile range; another plan's time is "
         "fp32's time divided by the plan's speed. Brackets hold 95 % intervals: those of speeds include the variation between starts "
-        f"(Student's t) and times of day, those of damage the variation between batches. Damage is {words.MEANING}: a plan passes below {lines['pass']:g}, fails above {lines['fail']:g} and is "
+        "(Student's t) and times of day"
+    )
+    if _serves(record):
+        return (
+            f"{said}, those of errors the variation between batches. An error is the relative error of an output, divided by "
+            "the error that rounding the model's inputs by half a unit of the plan's format causes in fp32: a plan passes up "
+            f"to {lines['pass']:g}."
+        )
+    return (
+        f"{said}, those of damage the variation between batches. Damage is {words.MEANING}: a plan passes below {lines['pass']:g}, fails above {lines['fail']:g} and is "
         f"undecided in between; in the units of Adam's steps the limits are {lines['adam_pass']:g} and {lines['adam_fail']:g}."
     )
 

@@ -77,9 +77,10 @@ def _scatter(record: Record) -> Figure | None:
         axes.scatter(x, y, s=size, c=colour, marker=marker, label=status, zorder=3, linewidths=0)
         for r, at, value in zip(mine, x, y, strict=True):
             _error_bars(axes, r, at, value, low, high, colour)
-    axes.set_title("Speed against damage to gradients")
+    serves = record["goal"] == "inference"
+    axes.set_title("Speed against error of outputs" if serves else "Speed against damage to gradients")
     axes.set_xlabel("speed over fp32")
-    axes.set_ylabel("damage: relative error of an update")
+    axes.set_ylabel("error relative to the floor" if serves else "damage: relative error of an update")
     axes.xaxis.set_major_formatter("{x:g}x")
     axes.yaxis.set_major_formatter("{x:g}")
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, handletextpad=0.2, columnspacing=1.2)
@@ -285,8 +286,8 @@ def _regions(record: Record) -> Figure | None:
 
 PICTURES = {
     "scatter": Picture(
-        _scatter, "Speed over fp32 against the damage of each plan",
-        "Every plan whose speed and gradients were both measured, with intervals; lower right is better. The other plans are "
+        _scatter, "Speed over fp32 against the error of each plan",
+        "Every plan whose speed and error were both measured, with intervals; lower right is better. The other plans are "
         "only in the table.",
     ),
     "gradients": Picture(

@@ -93,8 +93,8 @@ def share(value: float, reference: float) -> str:
     return f"{abs(change) * 100:.0f} % {'less' if change < 0 else 'more'}"
 
 
-def pasted(line: str, width: int = 76) -> str:
-    """Return the Python code that trains under a plan. The plan's line is broken at its ``+`` if it is too wide."""
+def pasted(line: str, width: int = 76, *, serves: bool = False) -> str:
+    """Return the Python code that trains or serves under a plan. The plan's line is broken at its ``+`` if it is too wide."""
     whole = f'amp = castwise.Amp("{line}")'
     if len(whole) > width:
         first, *rest = line.split("+")
@@ -105,7 +105,12 @@ def pasted(line: str, width: int = 76) -> str:
             else:
                 rows[-1] += part
         whole = "\n".join(["amp = castwise.Amp(", *(f'    "{row}"' for row in rows), ")"])
-    return f"{whole}\nmodel, optimizer = amp.prepare(model, optimizer)"
+    use = (
+        "model = amp.prepare(model.eval(), inference=True)"
+        if serves
+        else "model, optimizer = amp.prepare(model, optimizer)"
+    )
+    return f"{whole}\n{use}"
 
 
 def where(record: Record) -> str:

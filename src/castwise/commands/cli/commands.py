@@ -22,6 +22,7 @@ from castwise.commands.cli.options import (
     Verbose,
     WorkloadName,
     as_path,
+    counts,
     listed,
     path_option,
     plans_in,
@@ -116,7 +117,8 @@ def tune(
         str,
         typer.Option(
             help="time: the fastest sound plan; memory: the sound plan with the lowest peak memory; numerics: the plan of one low "
-            "format with the fewest regions in fp32, whatever its speed."
+            "format with the fewest regions in fp32, whatever its speed; inference: the fastest plan for a model that is not trained "
+            "any more, whose outputs are as good as fp32's."
         ),
     ] = "time",
     formats: Annotated[
@@ -159,6 +161,13 @@ def tune(
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, each plan in a process of its own.")
     ] = True,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="With --goal inference: samples per call at which latencies are measured, separated by commas.",
+            show_default="the workload's batches",
+        ),
+    ] = None,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -189,7 +198,7 @@ def tune(
                 result = job.tune(
                     workload, goal=goal, formats=chosen, budget_s=budget, verify_steps=verify_steps,
                     verify_seeds=verify_seeds, warmup_steps=warmup_steps, accumulate=accumulate, world_size=world_size,
-                    compile=compile_, memory=memory, fresh=fresh, device=where, seed=seed, out=folder, progress=True,
+                    compile=compile_, memory=memory, batch_sizes=counts("--batch-sizes", batch_sizes), fresh=fresh, device=where, seed=seed, out=folder, progress=True,
                 )  # fmt: skip
         if first:
             answer(result, lambda: result.files)

@@ -15,6 +15,16 @@ def listed(given: str) -> list[str]:
     return [part for part in (word.strip() for word in given.split(",")) if part]
 
 
+def counts(option: str, given: str | None) -> tuple[int, ...]:
+    """Return the whole numbers in a comma-separated list; none without a list. Anything else is a usage error."""
+    try:
+        return tuple(map(int, listed(given or "")))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{option} {given!r}: give whole numbers, separated by commas, such as 1,8,32"
+        ) from None
+
+
 def as_path(given: str) -> Path:
     """Return a command-line value as a path. An empty value is a usage error."""
     if not given.strip():

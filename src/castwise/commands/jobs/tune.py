@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from castwise.commands.jobs.tune_result import TuneResult
 from castwise.core.casting import default_device_type
 from castwise.core.model.arrival import widen_for
 from castwise.core.session.process import find_device
-from castwise.errors import WorkloadError
+from castwise.errors import StateError, WorkloadError
 from castwise.lab.parity.batches import endless
 from castwise.lab.parity.parity import device_of
 from castwise.lab.passes.isolation import copied, unspoilt
@@ -31,7 +31,7 @@ from castwise.lab.search.record import evidence
 from castwise.lab.search.search import run
 from castwise.lab.search.state import Search
 from castwise.lab.timing.ranks import lockstep
-from castwise.lab.workloads.workload import Workload, find_workload, users_code
+from castwise.lab.workloads.workload import Workload, find_workload, no_loss, no_optimizer, users_code
 
 __all__ = ["TuneResult", "tune"]
 
@@ -43,6 +43,7 @@ def tune(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     batches: Any = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    outputs: Callable[[nn.Module, Any], Any] | None = None,
     formats: Sequence[str] = FORMATS,
     goal: str = "time",
     accumulate: int = 1,
@@ -55,6 +56,7 @@ def tune(
     memory: bool = True,
     device: torch.device | str | None = None,
     seed: int = 0,
+    batch_sizes: Sequence[int] = (),
     fresh: bool = False,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | bool | None = None,
@@ -78,11 +80,15 @@ def tune(
         batches: A sequence of batches, an iterable that can be iterated again (such as a DataLoader), or a function
             ``batches(seed)`` that returns an iterator.
         optimizer: A function ``optimizer(params)`` that returns an optimizer. The optimizer's step is timed too.
+        outputs: With ``goal="inference"``, a function ``outputs(model, batch)`` that returns the outputs to serve. By
+            default the model is called as the loss calls it, or, without a loss, with the batch as its arguments.
         formats: The formats that the plan may use: ``fp32``, ``tf32``, ``bf16`` and ``fp16``. Formats that the device
             lacks are left out.
         goal: The aim of the search. ``time`` finds the fastest plan whose gradients match those of fp32. ``memory``
             finds such a plan with the smallest peak memory. ``numerics`` finds the plan with the fewest modules in
-            fp32, whatever its speed. It is for a single low-precision format, which ``formats`` names.
+            fp32, whatever its speed. It is for a single low-precision format, which ``formats`` names. ``inference``
+            finds the fastest plan for a model that is not trained any more. Its outputs must be as good as those of
+            fp32. No optimizer and no loss are needed. See docs/serve.md.
         accumulate: The number of microbatches that are accumulated for an optimizer step.
         world_size: The number of data-parallel ranks that average gradients. By default it is the number of calling
             ranks.
@@ -101,6 +107,8 @@ def tune(
         device: The device of the search. By default it is the model's device. For a workload, it is the available
             accelerator, otherwise the CPU.
         seed: The seed of weights, data and all random draws.
+        batch_sizes: With ``goal="inference"``, the numbers of samples per call at which latencies are measured. Batches
+            are joined or cut along the first dimension of their tensors. By default the batches are used as they are.
         fresh: Whether to search even if an earlier search had the same model, optimizer, loss, data, code, device and
             versions. If False, the result of that search is returned at once, and says so. But if that search left
             something open because of a smaller budget, a new search is made. A plan that was found on another device,
@@ -139,9 +147,17 @@ def tune(
             formats = ("bf16",)
         settings = Settings(
             formats, goal, accumulate, world_size, compile, warmup_steps, verify_steps, verify_seeds, budget_s,
-            memory, seed,
+            memory, seed, tuple(batch_sizes),
         )  # fmt: skip
-        found, spec, where = _workload(workload, model, loss, batches, optimizer, device)
+        if goal == "inference" and ranks.size > 1:
+            raise StateError(
+                f"tune(goal='inference'): called on {ranks.size} ranks; call it in a process without torch.distributed"
+            )
+        found, spec, where = _workload(
+            workload,
+            {"model": model, "loss": loss, "batches": batches, "optimizer": optimizer, "outputs": outputs},
+            goal, device,
+        )  # fmt: skip
         ranks.alike("tune", **dataclasses.asdict(settings), workload=found.name, device=where.type)
         folder = None if out is None or ranks.rank else Path(out)
         if folder is not None:
@@ -166,7 +182,8 @@ def tune(
             with users_code(f"workload {found.name!r} failed"), _kept(model):
                 run(search)
         except BaseException as error:
-            if folder is not None and (search.begun is not None or isinstance(error, KeyboardInterrupt)):
+            begun = search.begun is not None or search.served is not None
+            if folder is not None and (begun or isinstance(error, KeyboardInterrupt)):
                 _note_files(error, lambda: _result(search).save(folder))
             raise
         ranks.alike("tune", plan=str(search.choice.plan), digest=search.choice.plan.digest)
@@ -265,9 +282,8 @@ def _result(search: Search) -> TuneResult:
 
 
 def _workload(
-    workload: Workload | str | None, model: Any, loss: Any, batches: Any, optimizer: Any, device: Any
+    workload: Workload | str | None, parts: Mapping[str, Any], goal: str, device: Any
 ) -> tuple[Workload, str | None, torch.device]:
-    parts = {"model": model, "loss": loss, "batches": batches, "optimizer": optimizer}
     if workload is not None:
         given = [name for name, value in parts.items() if value is not None]
         if given:
@@ -281,21 +297,24 @@ def _workload(
                 f"tune({type(workload).__name__}): give a castwise.Workload, the name of a workload, or a workload's parts{hint}"
             )
         return workload, None, where
-    missing = [name for name, value in parts.items() if value is None]
+    needed = ("model", "batches") if goal == "inference" else ("model", "loss", "batches", "optimizer")
+    missing = [name for name in needed if parts[name] is None]
     if missing:
         raise WorkloadError(
-            f"tune(): {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing; give model=, loss=, batches= and "
-            "optimizer=, or a workload"
+            f"tune(): {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing; give "
+            f"{', '.join(f'{name}=' for name in needed[:-1])} and {needed[-1]}=, or a workload"
         )
+    model = parts["model"]
     if not isinstance(model, nn.Module):
         raise WorkloadError(f"tune(model={type(model).__name__}): give the torch.nn.Module itself")
     original = copied(model, "tune")
     made = Workload(
         name=type(model).__name__,
         model=lambda: copy.deepcopy(original),
-        optimizer=optimizer,
-        batches=endless(batches, "tune"),
-        loss=loss,
+        optimizer=parts["optimizer"] or no_optimizer,
+        batches=endless(parts["batches"], "tune"),
+        loss=parts["loss"] or no_loss,
+        outputs=parts["outputs"],
         description=f"A {type(model).__name__} given as an object.",
     )
     return made, None, find_device("tune", device, str(device_of(model)))

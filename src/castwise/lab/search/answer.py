@@ -7,6 +7,7 @@ from castwise.core.plans.plan import Plan
 from castwise.lab.parity.verdicts import LEAST
 from castwise.lab.search.axes import AUTOCAST, FP32, complexity, numerics_of, run_with
 from castwise.lab.search.decision import MARGIN
+from castwise.lab.search.evidence import Latency
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.state import Search
 from castwise.lab.timing import stats
@@ -15,6 +16,8 @@ MOST_NAMED = 3
 """A sentence names at most this many regions or operators. If there are more, it names these and gives the total."""
 UNKNOWN = 10.0
 """An interval is reported as unknown if its upper end is more than this many times its lower end."""
+SLOWER = 1.05
+"""A sentence calls a plan slower at a batch size if the median of its calls takes this many times as long as that of fp32."""
 _SAME = 0.01
 """A sentence says "same memory" if the peak memory changes by less than this share."""
 
@@ -30,10 +33,16 @@ def answer(search: Search) -> str:
         does = "Widen the model to fp32" if _arrived(search) else "Stay in fp32 as it is"
         return f"{does}: {_why_fp32(search)}."
     brings = [said for said in (_over_fp32(search), _memory_words(search)) if said]
-    does = advice(plan, search.begun.optimizer if search.begun is not None else "optimizer")
+    does = advice(
+        plan, search.begun.optimizer if search.begun is not None else "optimizer", serves=_serves(search)
+    )
     if _arrived(search):
         does = does.replace("Stay in fp32", "Widen the model to fp32")
     return f"{does}: {', '.join(brings) or 'neither speed nor memory was measured'}."
+
+
+def _serves(search: Search) -> bool:
+    return search.context.settings.goal == "inference"
 
 
 def _arrived(search: Search) -> bool:
@@ -46,8 +55,12 @@ def why(search: Search) -> tuple[str, ...]:
     goal, plan = search.context.settings.goal, search.choice.plan
     if plan == FP32 and not search.complete:
         return ()
-    reasons = (_by_race, _against_autocast, _soundness, _untested, _ties, _why_not_low)
-    chosen = (_untested,) if goal == "numerics" else reasons
+    reasons = {
+        "numerics": (_untested,),
+        "inference": (_by_race, _same_outputs, _latency, _ties, _why_not_low),
+    }
+    usual = (_by_race, _against_autocast, _soundness, _untested, _ties, _why_not_low)
+    chosen = reasons.get(goal, usual)
     return tuple(filter(None, (reason(search) for reason in chosen)))
 
 
@@ -56,14 +69,19 @@ def speed(search: Search, plan: Plan, over: Plan) -> stats.Ratio | None:
     return search.final.ratio(plan, over) if search.final is not None else None
 
 
-def advice(plan: Plan, optimizer: str = "optimizer") -> str:
+def advice(plan: Plan, optimizer: str = "optimizer", *, serves: bool = False) -> str:
     """Describe a plan as advice, for example ``Stay in fp32, switch to channels_last``.
 
-    ``optimizer`` is the class name of the user's optimizer.
+    ``optimizer`` is the class name of the user's optimizer, and ``serves`` says whether the plan is for inference.
     """
     low = plan.compute
     if low == "fp32":
         does = ["Stay in fp32"]
+    elif serves:
+        whole = (
+            ", with all weights and operators" if plan.rules == "none" else " by autocast, with cast weights"
+        )
+        does = [f"Serve in {low}{whole}"]
     elif plan.stores_low:
         does = [f"Train in {low} with {low} parameters and {'fp32' if plan.keeps_masters else 'no'} masters"]
     else:
@@ -178,7 +196,7 @@ def tied(search: Search) -> list[Plan]:
 
 def _is_sound(search: Search, plan: Plan) -> bool:
     numerics = numerics_of(plan)
-    found = search.parity.get(numerics)
+    found = (search.outputs if _serves(search) else search.parity).get(numerics)
     passed = numerics in (FP32, numerics_of(search.choice.plan)) or (
         found is not None and found.verdict == "pass"
     )
@@ -288,6 +306,31 @@ def _soundness(search: Search) -> str:
     return f"{same}, and in training {in_training(trained)}."
 
 
+def _same_outputs(search: Search) -> str:
+    """Say how good the chosen plan's outputs are, and what was not tested."""
+    found = search.verified
+    return "" if found is None else f"On fresh batches its outputs are as good as fp32's: {found.reason}."
+
+
+def _latency(search: Search) -> str:
+    """Say how long single calls take under the chosen plan and in fp32, at each batch size."""
+    times: dict[int | None, dict[str, Latency]] = {}
+    for one in search.latencies:
+        times.setdefault(one.batch_size, {})[one.plan] = one
+    said = []
+    for size, row in times.items():
+        own, base = row.get(str(search.choice.plan)), row.get(str(FP32))
+        if own is None or base is None or own is base:
+            continue
+        of = "" if size is None else f" of {size}"
+        slower = ", which is slower than fp32" if own.median_s > SLOWER * base.median_s else ""
+        said.append(
+            f"a batch{of} takes {1e3 * own.median_s:.3g} ms (95 % within {1e3 * own.p95_s:.3g} ms; in fp32 "
+            f"{1e3 * base.median_s:.3g} and {1e3 * base.p95_s:.3g} ms){slower}"
+        )
+    return f"One call at a time, {'; '.join(said)}." if said else ""
+
+
 def _untested(search: Search) -> str:
     """Return a sentence about what the tests of the chosen plan did not cover; empty for fp32."""
     verified, trained = search.choice.verified, search.choice.verification
@@ -313,6 +356,10 @@ def _ties(search: Search) -> str:
     return f"{count} other plan{'s are' if count > 1 else ' is'} as fast within the error; this one is the simplest."
 
 
+def _autocast(search: Search) -> str:
+    return "bf16 with cast weights" if _serves(search) else "One-line torch.autocast in bf16"
+
+
 def _why_not_low(search: Search) -> str:
     """Say why one-line autocast was not chosen, if the chosen plan computes in fp32 and the reason is known."""
     if search.choice.plan.compute != "fp32":
@@ -327,7 +374,8 @@ def _why_not_low(search: Search) -> str:
             if found is not None and found.verdict == "undecided"
             else "does not preserve"
         )
-        return f"One-line torch.autocast in bf16{fast} {keeps} the gradients: {reason}."
+        what = "outputs" if _serves(search) else "gradients"
+        return f"{_autocast(search)}{fast} {keeps} the {what}: {reason}."
     if ratio is None and fate is not None:
-        return f"One-line torch.autocast in bf16 was rejected: {fate.reason}."
+        return f"{_autocast(search)} was rejected: {fate.reason}."
     return ""

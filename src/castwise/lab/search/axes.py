@@ -54,7 +54,7 @@ def check_formats(formats: Iterable[str], goal: str) -> tuple[str, ...]:
 def whole_step_plans(
     formats: Sequence[str],
     device: torch.device,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     *,
     has_images: bool,
     goal: str = "time",
@@ -66,10 +66,11 @@ def whole_step_plans(
     Args:
         formats: As returned by :func:`check_formats`.
         device: The device that the model will run on.
-        optimizer: The user's optimizer, on the model's parameters.
+        optimizer: The user's optimizer, on the model's parameters; None for inference.
         has_images: Whether the model has convolutions over images, so that channels_last matters.
         goal: ``memory`` also tries low parameters without masters, and uses the fused optimizer where possible except in fp32.
-            ``time`` also tries unfused attention.
+            ``time`` also tries unfused attention. ``inference`` tries plans that store everything low instead of plans with
+            masters, and unfused attention.
         used: Operators that the model runs, as returned by :func:`~castwise.lab.passes.regions.operators_used`.
         sparse: Whether some gradients are sparse; no fused optimizer kernel accepts sparse gradients.
 
@@ -96,12 +97,15 @@ def whole_step_plans(
             consider("tf32", PRESETS["tf32"])
         else:
             consider(name, PRESETS[f"{name}-mixed"])
-            consider(name, PRESETS[f"{name}-master"])
-            if goal == "memory":
+            if goal != "inference":
+                consider(name, PRESETS[f"{name}-master"])
+            if goal in ("memory", "inference"):
                 consider(name, PRESETS[f"{name}-true"])
     # fused attention wins on GPUs; on a CPU its backward in a low format may be slower than separate operators
     unfused = [
-        (op, "unfused") for op in UNFUSED if op in set(used) and goal == "time" and device.type != "cuda"
+        (op, "unfused")
+        for op in UNFUSED
+        if op in set(used) and goal in ("time", "inference") and device.type != "cuda"
     ]
     if unfused:
         numerics += [dataclasses.replace(p, ops=(*p.ops, *unfused)) for p in numerics if p.autocasts]
@@ -110,7 +114,13 @@ def whole_step_plans(
         dataclasses.replace(plan, memory_format=layout)
         for plan, layout in itertools.product(numerics, layouts)
     ]
-    if goal == "memory" and can_fuse(optimizer) and not is_fused(optimizer) and not sparse:
+    if (
+        goal == "memory"
+        and optimizer is not None
+        and can_fuse(optimizer)
+        and not is_fused(optimizer)
+        and not sparse
+    ):
         # the fused kernel never holds more memory than the loop it replaces
         low = fuses_low(optimizer, device.type)
         plans = [

@@ -1,4 +1,4 @@
-"""Race plans against each other on real training steps, by successive halving.
+"""Race plans against each other on real training steps or inference calls, by successive halving.
 
 All plans first run a few interleaved steps, then the clearly slower ones leave, and the rest run more rounds. fp32 stays to the
 end because all speeds are given relative to fp32. Bad luck alone cannot remove a plan: it leaves only if its best round is
@@ -24,9 +24,10 @@ from castwise.core.session.process import Claim
 from castwise.lab.search.axes import storage_of
 from castwise.lab.search.fates import Fate
 from castwise.lab.timing import stats
+from castwise.lab.timing.apart import Kind
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
-from castwise.lab.timing.runners import TrainingRun
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.timing.timing import WARMUP, Lap, paired, race, speedup
 from castwise.lab.workloads.workload import Workload
 
@@ -78,8 +79,9 @@ class Contest:
     """A race of several plans on one workload. As a context manager, it releases all models at its end.
 
     Args:
-        workload: The workload to train.
-        device: Device on which every plan trains.
+        workload: The workload to run.
+        device: Device on which every plan runs.
+        kind: Training or inference.
         seed: Seed of weights and data.
         deadline: Clock time (``ranks.now``) after which no further round starts.
         ranks: The ranks that race together.
@@ -87,7 +89,8 @@ class Contest:
 
     Attributes:
         entries: The times of each plan, in the order in which the plans joined.
-        steps: Number of training steps taken so far.
+        kind: Training or inference.
+        steps: Number of steps taken so far; for inference, the number of calls.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Contest:
         workload: Workload,
         device: torch.device,
         *,
+        kind: Kind = TrainingRun,
         seed: int = 0,
         deadline: float = math.inf,
         on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
@@ -102,11 +106,12 @@ class Contest:
     ) -> None:
         self._workload = workload
         self._device = device
+        self.kind = kind
         self._seed = seed
         self._deadline = deadline
         self._say = on_progress
         self._ranks = ranks
-        self._runs: dict[Plan, TrainingRun] = {}
+        self._runs: dict[Plan, TrainingRun | InferenceRun] = {}
         self._memory = Claim(dataclasses.replace(BASELINE, host_memory="keep"), device.type)
         self._initial: Mapping[str, torch.Tensor] | None = None
         self._block = 0
@@ -342,7 +347,7 @@ class Contest:
 
     def _open(self, plan: Plan) -> None:
         def build() -> None:  # a run that another rank could not build is closed on all ranks
-            run = TrainingRun(self._workload, plan, self._device, self._seed, self._initial)
+            run = self.kind(self._workload, plan, self._device, self._seed, self._initial)
             self._runs[plan] = run
             self._initial = self._initial or run.weights()
 

@@ -15,11 +15,13 @@ from castwise.errors import PlanError, check_count
 from castwise.lab.search.axes import check_formats, numerics_of
 from castwise.lab.search.evidence import Stage
 from castwise.lab.search.fates import Fate
+from castwise.lab.timing.apart import Kind
 from castwise.lab.timing.processes import Home, NotThereError, delivered
 from castwise.lab.timing.ranks import BY_ITSELF, Lockstep
+from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.workloads.workload import Workload
 
-GOALS = ("time", "memory", "numerics")
+GOALS = ("time", "memory", "numerics", "inference")
 COMPILE = ("never", "auto", "always")
 
 Say = Callable[[str, str, int, int], None]
@@ -45,6 +47,7 @@ class Settings:
     budget_s: float = 170.0
     memory: bool = True
     seed: int = 0
+    batch_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
@@ -54,11 +57,23 @@ class Settings:
             object.__setattr__(self, "compile", "always" if self.compile else "never")
         if self.compile not in COMPILE:
             raise PlanError(f"tune(compile={self.compile!r}) is not allowed. Allowed: {', '.join(COMPILE)}.")
-        if self.compile != "never" and self.goal != "time":
+        if self.compile != "never" and self.goal not in ("time", "inference"):
             raise PlanError(
                 f"tune(compile={self.compile!r}, goal={self.goal!r}): whether to compile is decided by time alone; leave "
-                "compile out, or use goal='time'"
+                "compile out, or use goal='time' or goal='inference'"
             )
+        for name, usual in (("accumulate", 1), ("warmup_steps", 0), ("verify_steps", 0)):
+            if self.goal == "inference" and getattr(self, name) != usual:
+                raise PlanError(
+                    f"tune({name}={getattr(self, name)!r}, goal='inference'): {name} is for training; leave it out"
+                )
+        if self.batch_sizes and self.goal != "inference":
+            raise PlanError(
+                f"tune(batch_sizes={list(self.batch_sizes)!r}, goal={self.goal!r}): latencies are measured only with "
+                "goal='inference'"
+            )
+        for size in self.batch_sizes:
+            check_count("tune", "batch_sizes", size, 1)
         for name, least in (
             ("accumulate", 1), ("world_size", 1), ("verify_steps", 0), ("verify_seeds", 2), ("seed", 0),
         ):  # fmt: skip
@@ -186,6 +201,11 @@ class Context:
     elsewhere: Sequence[Plan] = ()
     home: Home = field(default_factory=Home)
     journal: Journal = field(default_factory=Journal)
+
+    @property
+    def kind(self) -> Kind:
+        """Whether plans are timed in training or in inference."""
+        return InferenceRun if self.settings.goal == "inference" else TrainingRun
 
     def left_s(self) -> float:
         """Return the seconds left of the budget, by rank 0's clock; all ranks must call this together."""

@@ -17,7 +17,7 @@ from castwise.lab.timing.environment import Environment
 from castwise.lab.timing.stats import Ratio, Summary
 
 __all__ = [
-    "Candidate", "Damage", "Evidence", "Histogram", "RegionEvidence", "ScaleRange", "Stage", "Verification",
+    "Candidate", "Damage", "Evidence", "Histogram", "Latency", "RegionEvidence", "ScaleRange", "Stage", "Verification",
 ]  # fmt: skip
 
 Status = Literal["baseline", "chosen", "sound", "tie", "rejected", "not tried"]
@@ -130,6 +130,25 @@ class RegionEvidence:
 
 
 @dataclass(frozen=True)
+class Latency:
+    """The times of single calls of a model under a plan, in a process of its own.
+
+    Attributes:
+        plan: The plan's line.
+        batch_size: Number of samples per call; None for the batches of the workload as they are.
+        median_s: Median seconds of a call, including the wait for the device.
+        p95_s: The 95th percentile.
+        calls: Number of calls.
+    """
+
+    plan: str
+    batch_size: int | None
+    median_s: float
+    p95_s: float
+    calls: int
+
+
+@dataclass(frozen=True)
 class Stage:
     """The cost of one stage of the search.
 
@@ -172,7 +191,7 @@ class Evidence:
 
     Attributes:
         command: The command that repeats the search.
-        goal: ``time``, ``memory`` or ``numerics``.
+        goal: ``time``, ``memory``, ``numerics`` or ``inference``.
         formats: The allowed formats.
         plan: The chosen plan's line.
         compute: The plan's compute format outside its regions.
@@ -193,6 +212,7 @@ class Evidence:
             ``adam_fail`` are the same in units of Adam's steps.
         stages: The stages in order, with their costs.
         verification: The training runs, if ``verify_steps`` was given.
+        latencies: For ``inference``, the times of single calls of fp32 and of the chosen plan, by batch size.
         notes: Sentences that every reader should see.
         undecided: Open questions, each with what would settle it: a longer budget, or a quieter machine.
     """
@@ -220,6 +240,7 @@ class Evidence:
     lines: Mapping[str, float] = field(default_factory=lambda: LINES)
     stages: tuple[Stage, ...] = ()
     verification: Verification | None = None
+    latencies: tuple[Latency, ...] = ()
     notes: tuple[str, ...] = ()
     undecided: tuple[str, ...] = ()
 

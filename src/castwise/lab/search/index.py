@@ -45,7 +45,7 @@ from castwise.lab.search.code import code_digest
 from castwise.lab.search.context import Settings
 from castwise.lab.search.evidence import Evidence
 from castwise.lab.timing.environment import environment
-from castwise.lab.timing.runners import build_model
+from castwise.lab.timing.runners import build_model, served
 from castwise.lab.workloads.workload import Workload
 
 ALIKE = 0.01
@@ -101,6 +101,8 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
     try:
         with undisturbed():
             model = build_model(workload, device, settings.seed)
+            if settings.goal == "inference":
+                return _job_of_inference(workload, model.eval(), device, settings)
             optimizer = workload.optimizer(model.parameters())
             batch = next(iter(workload.batches(settings.seed)))
             batch = to_device(batch, device)
@@ -110,14 +112,31 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             loss.backward()
             gradients = [_torch.tensors.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
             norm = math.sqrt(sum(float(in_fp64(as_real(gradient)).square().sum()) for gradient in gradients))
-            said = repr([_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)])
-            said = re.sub(r" at 0x[0-9a-f]+", "", said)  # remove memory addresses
+            said = [_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)]
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
             code = _digest(repr([code_digest(model, functions), [*map(str, seen.ran)]]))
             data = _data(workload, settings.seed)
-            return Job(_digest(said), float(loss.detach()), norm, code, data)
+            return Job(_digest_without_addresses(said), float(loss.detach()), norm, code, data)
     except (Exception, SystemExit):
         return None
+
+
+def _job_of_inference(workload: Workload, model: nn.Module, device: torch.device, settings: Settings) -> Job:
+    """Identify a job without training by the norms of a batch's outputs and of the weights."""
+    batch = to_device(next(iter(workload.batches(settings.seed))), device)
+    seed_all(settings.seed)
+    call = served(workload, model, batch)
+    with torch.inference_mode(), observed(model, seen := Operators()):
+        outputs = tensors_in(call())
+    norms = [math.sqrt(sum(float(in_fp64(as_real(t)).square().sum()) for t in some)) for some in (outputs, [p.detach() for p in model.parameters()])]  # fmt: skip
+    functions = (workload.model, workload.loss, workload.outputs, workload.batches)
+    code = _digest(repr([code_digest(model, functions), [*map(str, seen.ran)]]))
+    said = [_settings(settings), _structure(model), _shapes(batch)]
+    return Job(_digest_without_addresses(said), norms[0], norms[1], code, _data(workload, settings.seed))
+
+
+def _digest_without_addresses(said: Any) -> str:
+    return _digest(re.sub(r" at 0x[0-9a-f]+", "", repr(said)))
 
 
 def _data(workload: Workload, seed: int) -> str:
@@ -278,7 +297,7 @@ def _answers(found: Evidence, settings: Settings) -> bool:
     asked = found.settings
     if settings.verify_steps and settings.verify_seeds > asked["verify_seeds"]:
         return False
-    timed = settings.memory and settings.goal == "time"
+    timed = settings.memory and settings.goal in ("time", "inference")
     if timed and not asked["memory"]:
         return False
     if settings.budget_s <= asked["budget_s"]:

@@ -90,7 +90,9 @@ def _faults(context: Context, payload: bytes, plans: Sequence[Plan]) -> list[tup
         runs = [
             stack.enter_context(
                 contextlib.closing(
-                    SeparateRun(context.home, payload, plan, context.device, context.settings.seed)
+                    SeparateRun(
+                        context.home, payload, plan, context.device, context.settings.seed, context.kind
+                    )
                 )
             )
             for plan in plans

@@ -38,10 +38,12 @@ def measure_peaks(
     journal = context.journal
 
     def measure(plan: Plan) -> int | None:
-        what, seed = context.spec or context.workload, context.settings.seed
-        return measure_memory(
-            what, plan, context.device, seed=seed, inference=False, home=context.home
-        ).training_peak_bytes
+        what, serves = context.spec or context.workload, context.settings.goal == "inference"
+        found = measure_memory(
+            what, plan, context.device, seed=context.settings.seed, training=not serves, inference=serves,
+            home=context.home,
+        )  # fmt: skip
+        return found.inference_peak_bytes if serves else found.training_peak_bytes
 
     for number, plan in enumerate(plans):
         if plan in peaks:

@@ -15,10 +15,19 @@ from castwise.lab.search.arrived import AS_GIVEN
 from castwise.lab.search.axes import AUTOCAST, FP32, name_of, numerics_of
 from castwise.lab.search.compiling import pays_after
 from castwise.lab.search.contest import Entry
-from castwise.lab.search.evidence import Candidate, Damage, Evidence, Histogram, RegionEvidence, Status
+from castwise.lab.search.evidence import (
+    LINES,
+    Candidate,
+    Damage,
+    Evidence,
+    Histogram,
+    RegionEvidence,
+    Status,
+)
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.state import Search
+from castwise.lab.serve.parity import OutputParity
 from castwise.lab.timing import stats
 from castwise.lab.timing.environment import environment
 
@@ -54,17 +63,22 @@ def evidence(search: Search) -> Evidence:
         floor=test.floor if test is not None else None,
         repeat=test.repeat if test is not None else None,
         stages=tuple(search.journal.stages),
+        lines=LINES if search.served is None else search.served.lines,
         verification=search.choice.verification,
+        latencies=search.latencies,
         notes=tuple(dict.fromkeys(search.journal.notes)),
         undecided=tuple(dict.fromkeys(search.journal.undecided)),
     )
 
 
-def _finding(search: Search, plan: Plan) -> ParityResult | None:
-    """Return the known result of the test of a plan's gradients.
+def _finding(search: Search, plan: Plan) -> ParityResult | OutputParity | None:
+    """Return the known result of the test of a plan's gradients, or of its outputs if it is for inference.
 
     It is the result on fresh batches if there is one, else the result on the batches of the search.
     """
+    if search.context.settings.goal == "inference":
+        fresh = search.verified if plan == search.choice.plan else None
+        return fresh if fresh is not None else search.outputs.get(numerics_of(plan))
     verified = search.choice.verified if plan == search.choice.plan else None
     return verified if verified is not None else search.parity.get(numerics_of(plan))
 
@@ -128,7 +142,9 @@ def _time(search: Search, times: Sequence[float], over_fp32: stats.Ratio | None)
     return stats.Summary(own.median_s * drift, own.q1_s * drift, own.q3_s * drift, own.n)
 
 
-def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | None) -> tuple[Status, Fate]:
+def _standing(
+    search: Search, plan: Plan, entry: Entry, found: ParityResult | OutputParity | None
+) -> tuple[Status, Fate]:
     """Return the status of a plan, and the reason for it."""
     final, noted = search.final, search.journal.fate(plan)
     if plan == search.choice.plan:
@@ -155,7 +171,8 @@ def _standing(search: Search, plan: Plan, entry: Entry, found: ParityResult | No
         and ratio is not None
         and round(ratio.low, 2) <= 1.0
     ):
-        untested = noted.reason if noted is not None else "its gradients were not tested"
+        what = "outputs" if search.context.settings.goal == "inference" else "gradients"
+        untested = noted.reason if noted is not None else f"its {what} were not tested"
         return "not tried", Fate("untried", f"{untested}; in the final: {fate.reason}", fate.stage)
     if fate.unknown or (fate.kind == "spared" and found is None):
         return "not tried", fate
@@ -188,10 +205,12 @@ def _not_asked(search: Search) -> str:
     return "the search ended before this plan"
 
 
-def _parity(search: Search, plan: Plan, found: ParityResult | None) -> Damage | None:
+def _parity(search: Search, plan: Plan, found: ParityResult | OutputParity | None) -> Damage | None:
     """Convert a parity result to a record with the plain damage and the verdict over all tests."""
     if found is None:
         return None
+    if isinstance(found, OutputParity):
+        return Damage(found.verdict, found.value, found.low, found.high, None, None, found.reason)
     d, trained = found.damage, search.training.get(numerics_of(plan))
     if plan == search.choice.plan:
         trained = search.choice.verification
@@ -212,7 +231,7 @@ def _regions(search: Search) -> tuple[RegionEvidence, ...]:
         else next((f for f in search.context.settings.formats if f != "fp32"), "bf16")
     )
     found = _finding(search, plan)
-    shares = {region.path: region for region in found.regions} if found is not None else {}
+    shares = {region.path: region for region in found.regions} if isinstance(found, ParityResult) else {}
     assigned = assign(reference.test.prober.model, [r for r in plan.regions if r.compute is not None])
     out = []
     for part in reference.parts:

@@ -17,7 +17,8 @@ The ranks of a process group search in lockstep: each rank runs all stages, and 
 agreed through :mod:`castwise.lab.timing.ranks`.
 
 Stages 2 to 6 are in :mod:`castwise.lab.search.fastest`. With ``goal="numerics"``, :mod:`castwise.lab.search.exemptions`
-replaces them and only searches for the regions that must stay in fp32.
+replaces them and only searches for the regions that must stay in fp32. With ``goal="inference"``, all stages are in
+:mod:`castwise.lab.search.inference`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from castwise.lab.search.compiling import own_cache
 from castwise.lab.search.contest import Entry
 from castwise.lab.search.exemptions import find_exemptions
 from castwise.lab.search.fastest import find_fastest, formats_not_reached
+from castwise.lab.search.inference import find_for_inference
 from castwise.lab.search.pairs import in_training, is_doubtful, train_pairs
 from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.search.peaks import measure_peaks
@@ -83,6 +85,9 @@ def run(search: Search) -> None:
         context.home,
         own_cache() if settings.compile != "never" else contextlib.nullcontext(),
     ):
+        if settings.goal == "inference":
+            find_for_inference(search)
+            return
         with journal.stage("reference"):
             if settings.goal != "numerics":
                 context.home.begin()

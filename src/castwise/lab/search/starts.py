@@ -87,7 +87,7 @@ def race_final(
         journal.tell(what, 0, ROUNDS)
         found = race_apart(
             context.home, payload, [plans[index] for index in racing], context.device, rounds=ROUNDS,
-            first=starts * ROUNDS, seed=context.settings.seed, until=begin + (until - begin) / share,
+            first=starts * ROUNDS, seed=context.settings.seed, kind=contest.kind, until=begin + (until - begin) / share,
             on_round=lambda done: journal.tell(what, done, ROUNDS), ranks=ranks,
         )  # fmt: skip
         starts += 1

@@ -14,12 +14,13 @@ from castwise.lab.search.axes import FP32, numerics_of
 from castwise.lab.search.compile_trial import CompileTrial
 from castwise.lab.search.contest import BASELINE, Contest
 from castwise.lab.search.context import Context, Journal
-from castwise.lab.search.evidence import Verification
+from castwise.lab.search.evidence import Latency, Verification
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.reference import Reference
 from castwise.lab.search.repair import VERIFYING, Repair
+from castwise.lab.serve.parity import OutputParity, OutputTest
 from castwise.lab.timing.failures import cannot_run, unfit
 
 
@@ -57,6 +58,11 @@ class Search:
         updates_as_given: For a model that was given in a low format, the comparison of its updates with fp32's.
         choice: The plan chosen so far.
         warmed: Number of fp32 steps before the second test of gradients; 0 without one.
+        outputs: For ``goal="inference"``, results of the test of outputs. The key is the numerics of a plan.
+        kept: For each plan with outputs that were repaired (by its numerics), the reason for each part in fp32, by pattern.
+        served: For ``goal="inference"``, the test of outputs.
+        verified: For ``goal="inference"``, the chosen plan's test on fresh batches; None for fp32, which needs none.
+        latencies: For ``goal="inference"``, the times of single calls.
         complete: Whether the search finished.
     """
 
@@ -72,6 +78,11 @@ class Search:
     updates_as_given: UpdateLoss | None = None
     choice: Choice = Choice()
     warmed: int = 0
+    outputs: dict[Plan, OutputParity] = field(default_factory=dict)
+    kept: dict[Plan, Mapping[str, str]] = field(default_factory=dict)
+    served: OutputTest | None = None
+    verified: OutputParity | None = None
+    latencies: tuple[Latency, ...] = ()
     complete: bool = False
 
     def __post_init__(self) -> None:

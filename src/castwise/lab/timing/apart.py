@@ -32,7 +32,8 @@ REST_S = 0.01
 COMPILING = 2
 """Number of additional warm-up steps if a plan compiles, since the first step may be followed by another compilation."""
 
-Kind = type[TrainingRun] | type[InferenceRun]
+Kind = Callable[..., TrainingRun | InferenceRun]
+"""The class of a run, or a partial call of it."""
 
 
 class SeparateRun:

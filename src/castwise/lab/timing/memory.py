@@ -58,6 +58,7 @@ def measure_memory(
     device: torch.device,
     *,
     seed: int = 0,
+    training: bool = True,
     inference: bool = True,
     home: Home | None = None,
 ) -> Memory:
@@ -71,7 +72,8 @@ def measure_memory(
         plan: The plan to run under.
         device: The device to run on.
         seed: Seed of weights and data.
-        inference: Whether to measure inference too.
+        training: Whether to measure a training step.
+        inference: Whether to measure inference.
         home: Starts the process; by default a new :class:`~castwise.lab.timing.processes.Home`.
 
     Raises:
@@ -79,7 +81,7 @@ def measure_memory(
     """
     try:
         with Home() if home is None else contextlib.nullcontext(home) as folder:
-            process = _start(folder, workload, plan, device, seed, inference)
+            process = _start(folder, workload, plan, device, seed, training, inference)
             try:
                 found: Memory = process.answer()
             finally:
@@ -90,15 +92,15 @@ def measure_memory(
 
 
 def _start(
-    home: Home, workload: Workload | str, plan: Plan, device: torch.device, seed: int, inference: bool
+    home: Home, workload: Workload | str, plan: Plan, device: torch.device, seed: int, *what: bool
 ) -> Process:
     try:
         sent = delivered(home, workload)
     except WorkloadError:
         if isinstance(workload, str) or device.type != "cpu" or not FORKS:
             raise
-        return home.fork(_measure_in_copy, workload, plan, device, seed, inference)
-    return home.start(_measure, sent, plan.to_json(), str(device), seed, inference)
+        return home.fork(_measure_in_copy, workload, plan, device, seed, *what)
+    return home.start(_measure, sent, plan.to_json(), str(device), seed, *what)
 
 
 def _measure_in_copy(*what: Any) -> Memory:
@@ -106,25 +108,34 @@ def _measure_in_copy(*what: Any) -> Memory:
     return replace(found, method=f"{found.method}, one thread")
 
 
-def _measure(
-    _pipe: Connection, workload: bytes, plan: str, device: str, seed: int, inference: bool
-) -> Memory:
+def _measure(_pipe: Connection, workload: bytes, plan: str, device: str, seed: int, *what: bool) -> Memory:
     made = Plan.from_json(plan)
     belong_to(made)
-    return measure_here(received(workload), made, torch.device(device), seed, inference)
+    return measure_here(received(workload), made, torch.device(device), seed, *what)
 
 
-def measure_here(workload: Workload, plan: Plan, device: torch.device, seed: int, inference: bool) -> Memory:
+def measure_here(
+    workload: Workload,
+    plan: Plan,
+    device: torch.device,
+    seed: int,
+    training: bool = True,
+    inference: bool = True,
+) -> Memory:
     """Measure a plan's memory in this process, which should hold nothing else."""
-    training = peak_bytes(lambda: TrainingRun(workload, plan, device, seed), device)
+    trained = saved_bytes = None
+    if training:
+        trained = peak_bytes(lambda: TrainingRun(workload, plan, device, seed), device)
     called = peak_bytes(lambda: InferenceRun(workload, plan, device, seed), device) if inference else None
-    with (
-        contextlib.closing(TrainingRun(workload, plan, device, seed)) as run,
-        count_saved_bytes(run.model) as saved,
-    ):
-        run.block(1)
+    if training:
+        with (
+            contextlib.closing(TrainingRun(workload, plan, device, seed)) as run,
+            count_saved_bytes(run.model) as saved,
+        ):
+            run.block(1)
+        saved_bytes = saved.total_bytes
     method = "bytes held by torch's allocator" if device.type == "cpu" else "max_memory_allocated"
-    return Memory(training, called, saved.total_bytes, method)
+    return Memory(trained, called, saved_bytes, method)
 
 
 def peak_bytes(build: Callable[[], TrainingRun | InferenceRun], device: torch.device) -> int | None:

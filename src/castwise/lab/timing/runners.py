@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from castwise.core import _torch, devices
-from castwise.core.casting.trees import to_device
+from castwise.core.casting.trees import map_tensors, tensors_in, to_device
 from castwise.core.model.arrival import store_, widen_, widen_for
 from castwise.core.plans.plan import Plan
 from castwise.core.ranks import ALONE
@@ -28,6 +29,7 @@ from castwise.lab.workloads.workload import (
     check_no_backward,
     make_optimizer,
     next_batch,
+    no_loss,
 )
 
 
@@ -163,6 +165,13 @@ class _Run:
         finally:
             self.after()
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the present weights on the CPU, in fp32, by the keys of the model's state dict."""
+        return {
+            key: value.detach().to("cpu", copy=True)
+            for key, value in self.amp.model_state_dict(self.model).items()
+        }
+
     def close(self) -> None:
         """Remove the plan from the model and release the model."""
         self.amp.close()
@@ -243,13 +252,6 @@ class TrainingRun(_Run):
         self.skipped_steps += sum(result.skipped for result in self._results)
         self._losses, self._results = [], []
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of the present weights on the CPU, in fp32, by the keys of the model's state dict."""
-        return {
-            key: value.detach().to("cpu", copy=True)
-            for key, value in self.amp.model_state_dict(self.model).items()
-        }
-
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
         """Yield the model in evaluation mode under the whole plan, without gradients and uncompiled.
@@ -274,16 +276,86 @@ class TrainingRun(_Run):
         del self.optimizer
 
 
-class InferenceRun(_Run):
-    """Runs a model's forward under a plan, with weights cast once, under ``torch.inference_mode``.
+def served(workload: Workload, model: nn.Module, batch: Any) -> Callable[[], Any]:
+    """Return a function that calls a model for a batch as it is called when it is served, and returns the outputs.
 
-    The model is called with the arguments that ``workload.loss`` gives it, without the loss itself. If the loss calls the model
-    more than once, or not at all, the whole loss is called.
+    That is ``workload.outputs``. Without it, the model is called with the arguments that ``workload.loss`` gives it, without the
+    loss itself. If the loss calls the model more than once, or not at all, the whole loss is called. Without a loss, the batch
+    is the model's arguments.
+
+    Args:
+        workload: Defines outputs or loss.
+        model: The model, as it was built, before it is prepared. The loss is called once here to see the arguments.
+        batch: A batch on the model's device.
+    """
+    if workload.outputs is not None:
+        return functools.partial(workload.outputs, model, batch)
+    if workload.loss is no_loss:
+        if isinstance(batch, Mapping):
+            return lambda: model(**batch)
+        return lambda: model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = model.register_forward_pre_hook(
+        lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    arrived = widen_(model)
+    try:
+        with torch.no_grad():
+            workload.loss(model, batch)
+    finally:
+        hook.remove()
+        store_(model, arrived)
+    if len(calls) == 1:
+        args, kwargs = calls[0]
+        return lambda: model(*args, **kwargs)
+    return lambda: workload.loss(model, batch)
+
+
+def resized(workload: Workload, first: Any, others: Iterator[Any], size: int) -> Any:
+    """Return a batch of ``size`` samples: ``first``, and as many of ``others`` as are needed, joined and cut.
+
+    Samples are joined along the first dimension of every tensor.
+
+    Raises:
+        WorkloadError: The tensors of a batch do not have the same number of samples.
+    """
+    parts: list[list[torch.Tensor]] = []
+    samples = 0
+    while samples < size:
+        batch = next_batch(workload, others, len(parts)) if parts else first
+        tensors = tensors_in(batch)
+        counts = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+        if len(counts) != 1 or 0 in counts:
+            raise WorkloadError(
+                f"workload {workload.name!r}: batch_sizes needs batches whose tensors all have the samples in their first "
+                f"dimension; this batch has tensors of shapes {', '.join(str(list(t.shape)) for t in tensors[:5])}"
+            )
+        parts.append(tensors)
+        samples += counts.pop()
+    joined = {id(column[0]): torch.cat(column)[:size] for column in zip(*parts, strict=True)}
+    return map_tensors(lambda tensor: joined[id(tensor)], first)
+
+
+class InferenceRun(_Run):
+    """Runs a model in evaluation mode under a plan, with weights cast once, under ``torch.inference_mode``.
+
+    One step is one call of the model for one batch, as :func:`served` makes it.
+
+    Args:
+        workload: Provides the model and the batch.
+        plan: The plan to run under.
+        device: The device of model and batch.
+        seed: Seed of weights and data.
+        state: Weights, if they must be equal to another run's; by default drawn from the seed.
+        batch_size: Number of samples of the batch. By default the workload's batch is used as it is.
 
     Raises:
         DeviceError: The device cannot run the plan.
         CastwiseError: The plan does not fit the model.
     """
+
+    updates_s: Sequence[float] = ()
+    """Empty, because no optimizer steps."""
 
     def __init__(
         self,
@@ -291,25 +363,18 @@ class InferenceRun(_Run):
         plan: Plan,
         device: torch.device,
         seed: int = 0,
+        state: Mapping[str, torch.Tensor] | None = None,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__(plan, device, seed)
         with self._random.in_force():
-            self.model = build_model(workload, device, seed).eval()
-            batch = to_device(next(iter(workload.batches(seed))), device)
-            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-            hook = self.model.register_forward_pre_hook(
-                lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-            )
-            arrived = widen_(self.model)
-            with torch.no_grad():
-                workload.loss(self.model, batch)
-            hook.remove()
-            store_(self.model, arrived)
-        if len(calls) == 1:
-            args, kwargs = calls[0]
-            self._call: Callable[[], Any] = lambda: self.model(*args, **kwargs)
-        else:
-            self._call = lambda: workload.loss(self.model, batch)
+            self.model = build_model(workload, device, seed, state).eval()
+            batches = iter(workload.batches(seed))
+            batch = next_batch(workload, batches, 0)
+            if batch_size is not None:
+                batch = resized(workload, batch, batches, batch_size)
+            batch = to_device(batch, device)
+            self._call = served(workload, self.model, batch)
         self.amp = Amp(self._without_settings, device=device, group=ALONE)
         self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model))
 

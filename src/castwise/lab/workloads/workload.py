@@ -45,6 +45,25 @@ BUILT_IN: Mapping[str, str] = {
 options."""
 
 
+def no_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Raise, because the workload is only for inference."""
+    raise WorkloadError(
+        "this workload has no optimizer, so it can only be run with goal='inference'; pass optimizer= to train it"
+    )
+
+
+def no_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Raise, because the workload is only for inference."""
+    raise WorkloadError(
+        "this workload has no loss, so it can only be run with goal='inference'; pass loss= to train it"
+    )
+
+
+def no_batches(seed: int) -> Iterator[Any]:
+    """Stand for batches that are missing. :class:`Workload` raises an error for it."""
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """The functions that split a workload's model into pipeline stages and compute its loss.
@@ -91,6 +110,9 @@ class Workload:
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         )
 
+    A workload that is only served needs no optimizer and no loss: give ``outputs``, and use it with
+    ``tune(goal="inference")``.
+
     Attributes:
         name: A short name, for tables and file names.
         model: A function that makes the model on the CPU, with weights drawn from torch's global generator.
@@ -99,6 +121,10 @@ class Workload:
             CPU, in tuples, lists or mappings. The same seed gives the same batches.
         loss: A function ``loss(model, batch)`` that returns a floating tensor with one element. The batch is on the
             model's device.
+        outputs: A function ``outputs(model, batch)`` that returns the model's outputs for a batch when it is served:
+            tensors, or tuples, lists, mappings or dataclasses of tensors. By default the model is called as the loss
+            calls it, or, without a loss, as ``model(batch)``, ``model(*batch)`` for a tuple or list and
+            ``model(**batch)`` for a mapping.
         evaluate: A function ``evaluate(model)`` that returns metrics by name. The trained model is in evaluation
             mode, and gradients are off.
         description: One sentence about the job.
@@ -114,20 +140,25 @@ class Workload:
 
     name: str
     model: Callable[[], nn.Module]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    batches: Callable[[int], Iterator[Any]]
-    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = no_optimizer
+    batches: Callable[[int], Iterator[Any]] = no_batches
+    loss: Callable[[nn.Module, Any], Tensor] = no_loss
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     description: str = ""
     picture: Callable[[nn.Module], Mapping[str, Tensor]] | None = None
     shards: Callable[[nn.Module], Mapping[str, ParallelStyle]] | None = field(default=None, kw_only=True)
     blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = field(default=None, kw_only=True)
     pipeline: Pipeline | None = field(default=None, kw_only=True)
+    outputs: Callable[[nn.Module, Any], Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise WorkloadError(f"Workload(name={self.name!r}): needs a name, a string that is not empty")
-        optional = ("evaluate", "picture", "shards", "blocks")
+        optional = ("evaluate", "picture", "shards", "blocks", "outputs")
+        if self.batches is no_batches:
+            raise WorkloadError(
+                f"Workload({self.name!r}): batches is missing; give a function batches(seed) that returns an endless iterator"
+            )
         for name in ("model", "optimizer", "batches", "loss", *optional):
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in optional):

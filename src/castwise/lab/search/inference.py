@@ -1,0 +1,314 @@
+"""Find the fastest plan for a model that is only served: its outputs must be as good as those of fp32.
+
+1. *Reference.* The fp32 outputs of some batches are computed. This finds outputs that are random or change their shapes.
+2. *Race.* The settings of a whole call are timed in turns (:class:`~castwise.lab.search.contest.Contest`).
+3. *Outputs.* The outputs of the remaining plans are tested (:class:`~castwise.lab.serve.parity.OutputTest`). If a plan fails,
+   the modules that cause most of the error stay in fp32.
+4. *Final.* The plans that passed are started in processes of their own, until it is decided which to choose. Of equally fast
+   plans the simplest is chosen.
+5. *Verification.* The outputs of the chosen plan are tested on fresh batches. If it fails there, the next plan is taken.
+6. *Memory* and *latency.* Peak memory, and the times of single calls at each batch size, of fp32 and of the chosen plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise.core.casting.trees import to_device
+from castwise.core.plans.plan import Plan
+from castwise.core.plans.words import in_words
+from castwise.lab.parity.batches import epochs_of
+from castwise.lab.search.axes import FP32, FORMATS, numerics_of, whole_step_plans, with_operators_as_is
+from castwise.lab.search.compiling import MODE
+from castwise.lab.search.contest import Contest
+from castwise.lab.search.context import Context
+from castwise.lab.search.evidence import Latency
+from castwise.lab.search.fates import Fate
+from castwise.lab.search.finalists import (
+    AS_GOOD,
+    FINAL_SHARE,
+    FINALISTS,
+    in_order_of_promise,
+    in_vain,
+    likeliest,
+    race_repaired,
+    room_in_final,
+    with_lossless,
+)
+from castwise.lab.search.keeping import keeping_saves
+from castwise.lab.search.peaks import LEAST_S as PEAKS_S
+from castwise.lab.search.peaks import measure_peaks
+from castwise.lab.passes.regions import Part, exempt, find_parts, operators_used
+from castwise.lab.search.starts import race_final
+from castwise.lab.search.state import Choice, Search
+from castwise.lab.serve.parity import OutputParity, OutputTest
+from castwise.lab.timing.apart import SeparateRun
+from castwise.lab.timing.failures import cannot_run, unfit
+from castwise.lab.timing.processes import NotThereError
+from castwise.lab.timing.runners import InferenceRun, build_model, served
+
+BATCHES = 8
+"""Number of batches whose outputs are compared, and of fresh batches for the verification."""
+RACE_SHARE = 0.35
+"""No round of the race begins after this share of the time left at its start."""
+COMPILED = 2
+"""Number of plans that are also compiled: the fastest."""
+CALLS, CALLS_S = 200, 3.0
+"""Single calls that are timed for a latency: at most ``CALLS``, and none after ``CALLS_S`` seconds."""
+WARM = 3
+"""Calls before those that are timed, two more if the plan compiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The first stage of the search: the fp32 model in evaluation mode, and the tests of its outputs.
+
+    Attributes:
+        test: The test on the batches of the search.
+        fresh: The test on fresh batches.
+        parts: The parts of the model for which the search can choose a format.
+        used: ATen operators that run in a call.
+        images: Whether the memory format matters, because the model has convolutions over images.
+    """
+
+    test: OutputTest
+    fresh: OutputTest
+    parts: tuple[Part, ...]
+    used: frozenset[str]
+    images: bool
+
+
+def find_for_inference(search: Search) -> None:
+    """Find the fastest plan for inference, and record it as the search's choice."""
+    context, journal = search.context, search.journal
+    with journal.stage("reference"):
+        context.home.begin()
+        found = _refer(context)
+        context.home.ready(context.left_here_s())
+    search.served = found.test
+    plans, dropped = whole_step_plans(
+        context.settings.formats,
+        context.device,
+        None,
+        has_images=found.images,
+        goal="inference",
+        used=found.used,
+    )
+    for name, reason in dropped.items():
+        if name != "tf32" or context.settings.formats != FORMATS:
+            journal.notes.append(f"{name}: {reason}")
+    deadline = context.ranks.now() + RACE_SHARE * context.left_s()
+    with Contest(
+        context.workload, context.device, kind=InferenceRun, seed=context.settings.seed, deadline=deadline,
+        on_progress=journal.tell, ranks=context.ranks,
+    ) as contest:  # fmt: skip
+        search.race = contest
+        with journal.stage("race"):
+            left = contest.halve(plans, keep=FINALISTS)
+            new = [with_operators_as_is(plan, found.used, context.device.type) for plan in left[:2]]
+            if variants := [plan for plan in new if plan is not None and plan not in left]:
+                left = contest.halve([*left, *variants], rounds=4, heats=1)
+        with journal.stage("outputs"):
+            sound = _find_sound(search, found, in_order_of_promise(contest, left))
+            sound = with_lossless(contest, race_repaired(contest, sound))
+        running = likeliest(journal, contest, sound, room_in_final(context, contest))
+        with journal.stage("page faults"):
+            if keeping_saves(context, running[0]):
+                running = [dataclasses.replace(plan, host_memory="keep") for plan in running]
+        compiled = _compiled(search, found, contest.order(sound))
+        with journal.stage("final"):
+            until = context.until(FINAL_SHARE)
+            search.final = final = race_final(context, contest, [*running, *compiled], until)
+    only = compiled if context.settings.compile == "always" and compiled else [FP32, *running, *compiled]
+    search.choice = _choose(search, found, final.in_turn(only, journal.refusal))
+    journal.undecided += filter(None, [final.doubt(search.choice.plan, journal.refusal)])
+    shown = dict.fromkeys([FP32, search.choice.plan])
+    if context.settings.memory and context.left_s() > PEAKS_S:
+        with journal.stage("memory"):
+            measure_peaks(context, search.peaks, list(shown))
+    with journal.stage("latency"):
+        search.latencies = tuple(_latencies(context, list(shown)))
+    search.complete = True
+
+
+def _refer(context: Context) -> Served:
+    """Compute the fp32 outputs of some batches, and find the parts of the model and the operators that it runs."""
+    settings, workload, journal = context.settings, epochs_of(context.workload), context.journal
+    model = build_model(workload, context.device, settings.seed).eval()
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        return served(workload, model, batch)()
+
+    def test(seed: int) -> OutputTest:
+        batches = iter(workload.batches(seed))
+        test = OutputTest(
+            model, call, batches, context.device, seed=settings.seed, call_name=f"tune({workload.name!r})"
+        )
+        test.reference(BATCHES)
+        return test
+
+    journal.tell(f"fp32 outputs of {BATCHES} batches")
+    first, fresh = test(settings.seed), test(settings.seed + 1)
+    batch = to_device(next(iter(workload.batches(settings.seed))), context.device)
+    once = served(workload, model, batch)
+    parts = find_parts(model, once)
+    images = any(
+        isinstance(model.get_submodule(path), (nn.Conv2d, nn.ConvTranspose2d))
+        for part in parts
+        for path in part.paths
+    )
+    return Served(first, fresh, parts, operators_used(once), images)
+
+
+# --- outputs ------------------------------------------------------------------------------------------------
+
+
+def _tested(search: Search, test: OutputTest, plan: Plan) -> OutputParity | None:
+    """Test a plan's outputs; return None if the plan cannot run, and record why."""
+    try:
+        return test.test(plan)
+    except Exception as error:
+        if not cannot_run(error):
+            raise
+        search.journal.decide(plan, Fate("failed", unfit(error)))
+        return None
+
+
+def _outputs(search: Search, found: Served, plan: Plan) -> OutputParity | None:
+    """Test a plan's outputs on the batches of the search, once for all plans that compute the same outputs."""
+    key = numerics_of(plan)
+    if key not in search.outputs and (result := _tested(search, found.test, key)) is not None:
+        search.outputs[key] = result
+    return search.outputs.get(key)
+
+
+def _find_sound(search: Search, found: Served, plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans whose outputs are as good as those of fp32, as given or with more modules in fp32."""
+    contest, journal = search.contest, search.journal
+    out: list[Plan] = []
+    for plan in plans:
+        if plan == FP32:
+            out.append(plan)
+            continue
+        known = numerics_of(plan) in search.outputs
+        if not known and (rival := in_vain(contest, plan, out)) is not None:
+            journal.decide(plan, Fate("untried", f"not tested: {in_words(rival)} {AS_GOOD}"))
+            continue
+        journal.tell(in_words(plan))
+        result = _outputs(search, found, plan)
+        if result is not None and result.verdict == "pass":
+            out.append(plan)
+            continue
+        journal.refuse(
+            plan, result.reason if result is not None else journal.refusal(plan) or "it cannot run"
+        )
+        if result is not None and not out and (repaired := _repaired(search, found, plan)) is not None:
+            out.append(repaired)
+    return out or [FP32]
+
+
+def _repaired(search: Search, found: Served, plan: Plan) -> Plan | None:
+    """Keep the modules in fp32 that cause most of the error, twice as many each time; None if half of them do not suffice."""
+    order = [pattern for pattern, _ in found.test.blame(plan, found.parts)]
+    count = 1
+    while order and count <= max(1, len(found.parts) // 2):
+        kept = order[:count]
+        made = exempt(plan, found.parts, kept)
+        result = _outputs(search, found, made)
+        if result is not None and result.verdict == "pass":
+            search.kept[numerics_of(made)] = dict.fromkeys(kept, "its rounding changes the outputs too much")
+            return made
+        if count >= len(order):
+            return None
+        count *= 2
+    return None
+
+
+def _choose(search: Search, found: Served, order: Iterable[Plan]) -> Choice:
+    """Choose the first plan whose outputs pass on fresh batches, too."""
+    for plan in order:
+        if search.journal.refusal(plan):
+            continue
+        if numerics_of(plan) == FP32:
+            return Choice(plan)
+        with search.journal.stage("verification"):
+            result = _tested(search, found.fresh, numerics_of(plan))
+        if result is not None and result.verdict == "pass":
+            search.verified = result
+            return Choice(plan, kept=search.kept.get(numerics_of(plan), {}))
+        why = result.reason if result is not None else search.journal.refusal(plan)
+        search.journal.refuse(plan, f"on fresh batches: {why}")
+    return Choice()
+
+
+# --- compiling ----------------------------------------------------------------------------------------------
+
+
+def _compiled(search: Search, found: Served, order: Sequence[Plan]) -> list[Plan]:
+    """Return the fastest plans, compiled, whose compiled outputs pass too."""
+    context, journal = search.context, search.journal
+    if context.settings.compile == "never":
+        return []
+    out: list[Plan] = []
+    with journal.stage("compiling"):
+        for number, plan in enumerate(order[:COMPILED]):
+            made = dataclasses.replace(plan, compile=MODE)
+            if context.left_s() < (1.0 - FINAL_SHARE) * context.settings.budget_s:
+                journal.decide(made, Fate("late", "not tried: the time ran out"))
+                continue
+            journal.tell(f"compiling {in_words(plan)}", number, COMPILED)
+            result = _tested(search, found.test, made)
+            if result is not None and result.verdict != "pass":
+                journal.decide(made, Fate("failed", f"compiled: {result.reason}"))
+            elif result is not None:
+                out.append(made)
+    return out
+
+
+# --- latency ------------------------------------------------------------------------------------------------
+
+
+def _latencies(context: Context, plans: Sequence[Plan]) -> Iterator[Latency]:
+    """Time single calls of plans at each batch size, in processes of their own that take turns."""
+    try:
+        payload = context.payload()
+    except NotThereError:  # the final has said so
+        return
+    for size in context.settings.batch_sizes or (None,):
+        if context.left_s() < 2.0 * CALLS_S:
+            context.journal.undecided.append(
+                "Latencies were not measured at every batch size: the time ran out."
+            )
+            return
+        with contextlib.ExitStack() as stack:
+            kind = functools.partial(InferenceRun, batch_size=size)
+            runs = [
+                SeparateRun(context.home, payload, plan, context.device, context.settings.seed, kind)
+                for plan in plans
+            ]
+            for run in runs:
+                stack.callback(run.close)
+            times: list[list[float]] = [[] for _ in plans]
+            try:
+                for run, plan in zip(runs, plans, strict=True):
+                    run.warm_up(WARM + 2 * (plan.compile != "as_given"))
+                until = context.ranks.now() + CALLS_S * len(plans)
+                while len(times[0]) < CALLS and (not times[0] or context.ranks.now() < until):
+                    for run, own in zip(runs, times, strict=True):
+                        own.append(run.steps(1))
+            except Exception as error:
+                if not cannot_run(error):
+                    raise
+                context.journal.notes.append(f"Batch size {size}: {unfit(error)}.")
+                continue
+        for plan, own in zip(plans, times, strict=True):
+            p95_s = torch.tensor(own).quantile(0.95).item()
+            yield Latency(str(plan), size, statistics.median(own), p95_s, len(own))
