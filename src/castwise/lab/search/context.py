@@ -24,6 +24,10 @@ from castwise.lab.workloads.workload import Workload
 GOALS = ("time", "memory", "numerics", "inference")
 COMPILE = ("never", "auto", "always")
 
+PATIENCE_S, SLOWER = 60.0, 3.0
+"""A process counts as hung only if it is silent for ``PATIENCE_S`` seconds, for the whole budget, and for ``SLOWER`` times as
+long as the first stage took in this process."""
+
 Say = Callable[[str, str, int, int], None]
 """A callback with four arguments: the stage, the current subject, the amount done and the total."""
 
@@ -214,6 +218,11 @@ class Context:
     def left_here_s(self) -> float:
         """Return the seconds left of the budget by this process's clock. Use it for progress, which only rank 0 shows."""
         return self.until(1.0) - time.monotonic()
+
+    def set_patience(self) -> None:
+        """Set how long the search waits for its other processes, once the first stage has ended."""
+        first_s = self.journal.stages[-1].time_s
+        self.home.patience_s = max(PATIENCE_S, self.settings.budget_s, SLOWER * first_s)
 
     def until(self, share: float) -> float:
         """Return the clock time at which this share of the budget is spent."""

@@ -16,8 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from castwise.core.casting.trees import to_device
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.batches import epochs_of
-from castwise.lab.search.axes import FP32, FORMATS, numerics_of, whole_step_plans, with_operators_as_is
+from castwise.lab.search.axes import FORMATS, FP32, numerics_of, whole_step_plans, with_operators_as_is
 from castwise.lab.search.compiling import MODE
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Context
@@ -53,7 +52,7 @@ from castwise.lab.serve.parity import OutputParity, OutputTest
 from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError
-from castwise.lab.timing.runners import InferenceRun, build_model, served
+from castwise.lab.timing.runners import InferenceRun, build_model, outputs_of, served
 
 BATCHES = 8
 """Number of batches whose outputs are compared, and of fresh batches for the verification."""
@@ -73,14 +72,14 @@ class Served:
 
     Attributes:
         test: The test on the batches of the search.
-        fresh: The test on fresh batches.
+        fresh: Makes the test on fresh batches.
         parts: The parts of the model for which the search can choose a format.
         used: ATen operators that run in a call.
         images: Whether the memory format matters, because the model has convolutions over images.
     """
 
     test: OutputTest
-    fresh: OutputTest
+    fresh: Callable[[], OutputTest]
     parts: tuple[Part, ...]
     used: frozenset[str]
     images: bool
@@ -93,6 +92,7 @@ def find_for_inference(search: Search) -> None:
         context.home.begin()
         found = _refer(context)
         context.home.ready(context.left_here_s())
+    context.set_patience()
     search.served = found.test
     plans, dropped = whole_step_plans(
         context.settings.formats,
@@ -136,7 +136,6 @@ def find_for_inference(search: Search) -> None:
             measure_peaks(context, search.peaks, list(shown))
     with journal.stage("latency"):
         search.latencies = tuple(_latencies(context, list(shown)))
-    search.complete = True
 
 
 def _refer(context: Context) -> Served:
@@ -144,19 +143,21 @@ def _refer(context: Context) -> Served:
     settings, workload, journal = context.settings, epochs_of(context.workload), context.journal
     model = build_model(workload, context.device, settings.seed).eval()
 
-    def call(model: nn.Module, batch: Any) -> Any:
-        return served(workload, model, batch)()
-
     def test(seed: int) -> OutputTest:
         batches = iter(workload.batches(seed))
         test = OutputTest(
-            model, call, batches, context.device, seed=settings.seed, call_name=f"tune({workload.name!r})"
+            model,
+            functools.partial(outputs_of, workload),
+            batches,
+            context.device,
+            seed=settings.seed,
+            call_name=f"tune({workload.name!r})",
         )
         test.reference(BATCHES)
         return test
 
     journal.tell(f"fp32 outputs of {BATCHES} batches")
-    first, fresh = test(settings.seed), test(settings.seed + 1)
+    first = test(settings.seed)
     batch = to_device(next(iter(workload.batches(settings.seed))), context.device)
     once = served(workload, model, batch)
     parts = find_parts(model, once)
@@ -165,7 +166,9 @@ def _refer(context: Context) -> Served:
         for part in parts
         for path in part.paths
     )
-    return Served(first, fresh, parts, operators_used(once), images)
+    return Served(
+        first, functools.cache(lambda: test(settings.seed + 1)), parts, operators_used(once), images
+    )
 
 
 # --- outputs ------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ def _choose(search: Search, found: Served, order: Iterable[Plan]) -> Choice:
         if numerics_of(plan) == FP32:
             return Choice(plan)
         with search.journal.stage("verification"):
-            result = _tested(search, found.fresh, numerics_of(plan))
+            result = _tested(search, found.fresh(), numerics_of(plan))
         if result is not None and result.verdict == "pass":
             search.verified = result
             return Choice(plan, kept=search.kept.get(numerics_of(plan), {}))

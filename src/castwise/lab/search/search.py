@@ -56,9 +56,6 @@ LEAST_S = 5.0
 WARMUP, LEAST_WARMUP, WARMUP_SHARE = 300, 50, 0.03
 """If the user sets no number of fp32 steps before the second test of gradients: as many as take ``WARMUP_SHARE`` of the budget, at
 most ``WARMUP``. With fewer than ``LEAST_WARMUP`` there is no second test."""
-PATIENCE_S, SLOWER = 60.0, 3.0
-"""A process counts as hung only if it is silent for ``PATIENCE_S`` seconds, for the whole budget, and for ``SLOWER`` times as
-long as the first stage took in this process."""
 
 
 def run(search: Search) -> None:
@@ -87,40 +84,46 @@ def run(search: Search) -> None:
     ):
         if settings.goal == "inference":
             find_for_inference(search)
-            return
-        with journal.stage("reference"):
-            if settings.goal != "numerics":
-                context.home.begin()
-            search.begun = refer(context)
-            context.home.ready(context.left_here_s())
-        context.home.patience_s = max(PATIENCE_S, settings.budget_s, SLOWER * journal.stages[-1].time_s)
-        if settings.goal == "numerics":
-            find_exemptions(search)
         else:
-            find_fastest(search)
-        search.warmed = _warmup(search)
-        if search.warmed and numerics_of(search.choice.plan) != FP32:
-            with journal.stage("second look"):
-                _second_look(search)
-        steps = search.choice.verification.steps if search.choice.verification is not None else 0
-        if search.choice.plan != FP32 and settings.verify_steps > steps:
-            with journal.stage("training runs"):
-                _train(search)
-        if settings.memory and settings.goal == "time" and context.left_s() > PEAKS_S:
-            shown = [AUTOCAST] if search.contest.entries.get(AUTOCAST, Entry(AUTOCAST)).rounds else []
-            compiles_s = {plan: trial.compile_s for plan, trial in search.trials.items()}
-            with journal.stage("memory"):
-                measure_peaks(context, search.peaks, [FP32, *shown, search.choice.plan], compiles_s)
-    if (note := search.reference.test.prober.positions.note) and numerics_of(search.choice.plan) != FP32:
-        journal.notes.append(note)
-    if search.reference.arrived:
-        journal.notes += arrival_notes(search)
+            _find_for_training(search)
     if missed := formats_not_reached(search):
         journal.undecided.append(
             f"{' and '.join(missed)} {'was' if len(missed) == 1 else 'were'} not tried: the time ran out. A longer "
             f"--budget would tell whether {'it is' if len(missed) == 1 else 'they are'} faster."
         )
     search.complete = not missed
+
+
+def _find_for_training(search: Search) -> None:
+    context, journal = search.context, search.journal
+    settings = context.settings
+    with journal.stage("reference"):
+        if settings.goal != "numerics":
+            context.home.begin()
+        search.begun = refer(context)
+        context.home.ready(context.left_here_s())
+    context.set_patience()
+    if settings.goal == "numerics":
+        find_exemptions(search)
+    else:
+        find_fastest(search)
+    search.warmed = _warmup(search)
+    if search.warmed and numerics_of(search.choice.plan) != FP32:
+        with journal.stage("second look"):
+            _second_look(search)
+    steps = search.choice.verification.steps if search.choice.verification is not None else 0
+    if search.choice.plan != FP32 and settings.verify_steps > steps:
+        with journal.stage("training runs"):
+            _train(search)
+    if settings.memory and settings.goal == "time" and context.left_s() > PEAKS_S:
+        shown = [AUTOCAST] if search.contest.entries.get(AUTOCAST, Entry(AUTOCAST)).rounds else []
+        compiles_s = {plan: trial.compile_s for plan, trial in search.trials.items()}
+        with journal.stage("memory"):
+            measure_peaks(context, search.peaks, [FP32, *shown, search.choice.plan], compiles_s)
+    if (note := search.reference.test.prober.positions.note) and numerics_of(search.choice.plan) != FP32:
+        journal.notes.append(note)
+    if search.reference.arrived:
+        journal.notes += arrival_notes(search)
 
 
 def _warmup(search: Search) -> int:
@@ -130,10 +133,10 @@ def _warmup(search: Search) -> int:
         return settings.warmup_steps
     laps = search.race.entries[FP32].lap.seconds if search.race is not None else []
     step_s = statistics.median(laps) if laps else first.time_s / max(1, first.passes)
-    steps = min(WARMUP, int(WARMUP_SHARE * settings.budget_s / step_s))
-    return (
-        steps if steps >= LEAST_WARMUP and search.context.left_s() > WARMUP_SHARE * settings.budget_s else 0
-    )
+    share_s = WARMUP_SHARE * settings.budget_s
+    fits = search.context.left_s() > share_s
+    steps = search.context.ranks.at("the second test").same(min(WARMUP, int(share_s / step_s)))
+    return steps if fits and steps >= LEAST_WARMUP else 0
 
 
 def _second_look(search: Search) -> None:

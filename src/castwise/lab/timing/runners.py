@@ -311,6 +311,23 @@ def served(workload: Workload, model: nn.Module, batch: Any) -> Callable[[], Any
     return lambda: workload.loss(model, batch)
 
 
+def outputs_of(workload: Workload, model: nn.Module, batch: Any) -> Any:
+    """Return what a model returns when it is called for a batch as it is served (:func:`served`).
+
+    With a loss and without ``workload.outputs``, it is what the model returns inside the loss: a tuple if it is called more than
+    once, and the loss if it is not called.
+    """
+    if workload.outputs is not None or workload.loss is no_loss:
+        return served(workload, model, batch)()
+    found: list[Any] = []
+    hook = model.register_forward_hook(lambda _module, _args, output: found.append(output))
+    try:
+        loss = workload.loss(model, batch)
+    finally:
+        hook.remove()
+    return (tuple(found) or loss) if len(found) != 1 else found[0]
+
+
 def resized(workload: Workload, first: Any, others: Iterator[Any], size: int) -> Any:
     """Return a batch of ``size`` samples: ``first``, and as many of ``others`` as are needed, joined and cut.
 

@@ -1,0 +1,190 @@
+"""Searches with ``goal="inference"``: the fastest plan whose outputs are as good as those of fp32."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import castwise
+from castwise import Plan, Workload
+from castwise.errors import PlanError, StateError, WorkloadError
+from castwise.lab.search.axes import FP32, numerics_of
+from castwise.lab.timing.runners import InferenceRun, outputs_of, resized, served
+from tests.here import DEVICE
+
+CPU = torch.device(DEVICE)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(torch.relu(self.middle(self.first(x)))))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Offset(nn.Module):
+    """Adds a number and subtracts it again, which bf16 does not survive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1000.0) - 1000.0
+
+
+class Fragile(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = Offset()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.offset(x)
+
+
+def batches(seed: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(16, 32, generator=generator)
+
+
+def tune(model: nn.Module, **options: Any) -> castwise.TuneResult:
+    given = {"goal": "inference", "formats": ("bf16",), "budget_s": 12.0, "memory": False, "device": DEVICE}
+    return castwise.tune(**{"model": model, "batches": batches, **given, **options})
+
+
+def shown(result: castwise.TuneResult, verbose: bool) -> str:
+    text = io.StringIO()
+    Console(file=text, width=80, color_system=None).print(result.table(verbose))
+    return text.getvalue()
+
+
+def parity_of(result: castwise.TuneResult, plan: Plan) -> Any:
+    return next(row.parity for row in result.evidence.candidates if row.plan == str(plan))
+
+
+# --- the search ---------------------------------------------------------------------------------------------
+
+
+def test_a_search_needs_no_optimizer_and_no_loss_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = Net().to(DEVICE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = tune(model, batch_sizes=(1, 24), out=tmp_path)
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert {one.batch_size for one in result.evidence.latencies} == {1, 24}
+    assert all(0.0 < one.median_s <= one.p95_s for one in result.evidence.latencies)
+    assert {file.name for file in result.files} >= {"report.html", "plan.json", "evidence.json"}
+    for verbose in (False, True):
+        said = shown(result, verbose)
+        assert "gradient" not in said and "training" not in said, said
+    castwise.Amp(result.plan, device=DEVICE).prepare(Net().to(DEVICE).eval(), inference=True)
+
+
+def test_a_module_that_a_low_format_breaks_is_found_and_stays_in_fp32() -> None:
+    result = tune(Fragile())
+    broken = parity_of(result, Plan.parse("bf16-mixed"))
+    assert broken is None or broken.verdict != "pass" or numerics_of(result.plan) == FP32
+    for row in result.evidence.candidates:
+        if row.parity is not None and row.parity.verdict == "pass" and row.plan != "fp32":
+            assert "offset" in row.plan or "Offset" in row.plan or "fp32_matmul" in row.plan, row
+
+
+def test_a_second_search_for_the_same_job_is_answered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASTWISE_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = Net()
+    first = tune(model)
+    again = tune(model)
+    assert again.plan == first.plan
+    assert first.evidence.complete is False or any("nothing was measured again" in note for note in again.evidence.notes)
+    with torch.no_grad():
+        model.first.weight.mul_(2.0)
+    assert not any("nothing was measured again" in note for note in tune(model).evidence.notes)
+
+
+def test_a_workload_with_a_loss_is_served_without_the_loss() -> None:
+    result = castwise.tune("sine?size=8", goal="inference", formats=("bf16",), budget_s=10.0, memory=False, device=DEVICE)
+    assert result.evidence.goal == "inference"
+    assert result.evidence.answer.startswith(("Serve", "Stay in fp32"))
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_one_sentence() -> None:
+    with pytest.raises(WorkloadError, match=r"batches is missing; give model= and batches=, or a workload"):
+        castwise.tune(model=Net(), goal="inference")
+    with pytest.raises(PlanError, match=r"tune\(accumulate=4, goal='inference'\): accumulate is for training"):
+        tune(Net(), accumulate=4)
+    with pytest.raises(PlanError, match=r"tune\(batch_sizes=\[8\], goal='time'\): latencies are measured only"):
+        tune(Net(), batch_sizes=(8,), goal="time", loss=lambda m, b: m(b).sum(), optimizer=torch.optim.AdamW)
+    with pytest.raises(PlanError, match=r"batch_sizes"):
+        tune(Net(), batch_sizes=(0,))
+    with pytest.raises(StateError, match="too short"):
+        tune(Net(), budget_s=1.0)
+
+
+def test_a_workload_without_an_optimizer_says_so_when_it_is_trained() -> None:
+    only = Workload("only", model=Net, batches=batches)
+    with pytest.raises(WorkloadError, match=r"has no optimizer, so it can only be run with goal='inference'"):
+        castwise.tune(only, formats=("bf16",), budget_s=10.0, device=DEVICE)
+    with pytest.raises(WorkloadError, match=r"Workload\('x'\): batches is missing"):
+        Workload("x", model=Net)
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+def job(**parts: Any) -> Workload:
+    return Workload("job", model=Net, batches=batches, **parts)
+
+
+def test_the_batch_is_the_arguments_unless_outputs_or_a_loss_say_otherwise() -> None:
+    model, x = Net().eval(), torch.randn(4, 32)
+    want = model(x)
+    assert torch.equal(served(job(), model, x)(), want)
+    assert torch.equal(served(job(), model, (x,))(), want)
+    assert torch.equal(served(job(), model, {"x": x})(), want)
+    with_loss = job(loss=lambda m, b: m(b[0]).square().mean())
+    assert torch.equal(served(with_loss, model, (x, 1))(), want)
+    assert torch.equal(outputs_of(with_loss, model, (x, 1)), want)
+    twice = job(loss=lambda m, b: m(b).sum() + m(2 * b).sum())
+    assert len(outputs_of(twice, model, x)) == 2
+    doubled = job(outputs=lambda m, b: 2 * m(b))
+    assert torch.equal(served(doubled, model, x)(), 2 * want)
+
+
+def test_batches_are_joined_and_cut_along_their_samples() -> None:
+    rows = [(torch.full((3, 2), float(i)), {"label": torch.full((3,), i)}) for i in range(4)]
+    x, rest = resized(job(), rows[0], iter(rows[1:]), 7)
+    assert x[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 2] == rest["label"].tolist()
+    assert resized(job(), rows[0], iter(()), 2)[0].shape == (2, 2)
+    with pytest.raises(WorkloadError, match=r"shapes \[3, 2\], \[4\]"):
+        resized(job(), (torch.ones(3, 2), torch.ones(4)), iter(()), 2)
+    with pytest.raises(WorkloadError, match="ended after 1 batches"):
+        resized(job(), rows[0], iter(()), 7)
+
+
+def test_a_run_calls_the_model_in_evaluation_mode_with_a_batch_of_the_size() -> None:
+    seen: list[tuple[bool, int, bool]] = []
+
+    def outputs(model: nn.Module, batch: Tensor) -> Tensor:
+        seen.append((model.training, len(batch), torch.is_inference_mode_enabled()))
+        return model(batch)
+
+    run = InferenceRun(job(outputs=outputs), Plan.parse("bf16-mixed"), CPU, batch_size=40)
+    run.block(2)
+    run.close()
+    assert seen == [(False, 40, True)] * 2
