@@ -108,14 +108,23 @@ def test_a_second_search_for_the_same_job_is_answered_at_once(
     first = tune(model)
     again = tune(model)
     assert again.plan == first.plan
-    assert first.evidence.complete is False or any("nothing was measured again" in note for note in again.evidence.notes)
+    assert first.evidence.complete is False or any(
+        "nothing was measured again" in note for note in again.evidence.notes
+    )
     with torch.no_grad():
         model.first.weight.mul_(2.0)
     assert not any("nothing was measured again" in note for note in tune(model).evidence.notes)
 
 
 def test_a_workload_with_a_loss_is_served_without_the_loss() -> None:
-    result = castwise.tune("sine?size=8", goal="inference", formats=("bf16",), budget_s=10.0, memory=False, device=DEVICE)
+    result = castwise.tune(
+        "sine?size=16&hidden=16",
+        goal="inference",
+        formats=("bf16",),
+        budget_s=10.0,
+        memory=False,
+        device=DEVICE,
+    )
     assert result.evidence.goal == "inference"
     assert result.evidence.answer.startswith(("Serve", "Stay in fp32"))
 
@@ -126,9 +135,13 @@ def test_a_workload_with_a_loss_is_served_without_the_loss() -> None:
 def test_bad_arguments_are_one_sentence() -> None:
     with pytest.raises(WorkloadError, match=r"batches is missing; give model= and batches=, or a workload"):
         castwise.tune(model=Net(), goal="inference")
-    with pytest.raises(PlanError, match=r"tune\(accumulate=4, goal='inference'\): accumulate is for training"):
+    with pytest.raises(
+        PlanError, match=r"tune\(accumulate=4, goal='inference'\): accumulate is for training"
+    ):
         tune(Net(), accumulate=4)
-    with pytest.raises(PlanError, match=r"tune\(batch_sizes=\[8\], goal='time'\): latencies are measured only"):
+    with pytest.raises(
+        PlanError, match=r"tune\(batch_sizes=\[8\], goal='time'\): latencies are measured only"
+    ):
         tune(Net(), batch_sizes=(8,), goal="time", loss=lambda m, b: m(b).sum(), optimizer=torch.optim.AdamW)
     with pytest.raises(PlanError, match=r"batch_sizes"):
         tune(Net(), batch_sizes=(0,))
