@@ -60,8 +60,9 @@ RACE_SHARE = 0.35
 """No round of the race begins after this share of the time left at its start."""
 COMPILED = 2
 """Number of plans that are also compiled: the fastest."""
-CALLS, CALLS_S = 200, 3.0
-"""Single calls that are timed for a latency: at most ``CALLS``, and none after ``CALLS_S`` seconds."""
+LEAST_CALLS, CALLS, CALLS_S = 5, 200, 6.0
+"""Single calls of each plan that are timed for a latency: at least ``LEAST_CALLS``, at most ``CALLS``, and after the least none
+once all plans together have taken ``CALLS_S`` seconds, or half of the time that is left for this batch size."""
 WARM = 3
 """Calls before those that are timed, two more if the plan compiles."""
 
@@ -285,12 +286,16 @@ def _latencies(context: Context, plans: Sequence[Plan]) -> Iterator[Latency]:
         payload = context.payload()
     except NotThereError:  # the final has said so
         return
-    for size in context.settings.batch_sizes or (None,):
-        if context.left_s() < 2.0 * CALLS_S:
+    sizes = context.settings.batch_sizes or (None,)
+    for number, size in enumerate(sizes):
+        room_s = min(CALLS_S, context.left_s() / (len(sizes) - number) / 2.0)
+        if number and room_s <= 0.0:
+            left = ", ".join(map(str, sizes[number:]))
             context.journal.undecided.append(
-                "Latencies were not measured at every batch size: the time ran out."
+                f"Latencies at batch sizes {left} were not measured: the time ran out."
             )
             return
+        context.journal.tell("" if size is None else f"batch size {size}", number, len(sizes))
         with contextlib.ExitStack() as stack:
             kind = functools.partial(InferenceRun, batch_size=size)
             runs = [
@@ -303,8 +308,8 @@ def _latencies(context: Context, plans: Sequence[Plan]) -> Iterator[Latency]:
             try:
                 for run, plan in zip(runs, plans, strict=True):
                     run.warm_up(WARM + 2 * (plan.compile != "as_given"))
-                until = context.ranks.now() + CALLS_S * len(plans)
-                while len(times[0]) < CALLS and (not times[0] or context.ranks.now() < until):
+                until = context.ranks.now() + room_s
+                while len(times[0]) < LEAST_CALLS or (len(times[0]) < CALLS and context.ranks.now() < until):
                     for run, own in zip(runs, times, strict=True):
                         own.append(run.steps(1))
             except Exception as error:
