@@ -64,7 +64,7 @@ def tune(model: nn.Module, **options: Any) -> castwise.TuneResult:
 
 def shown(result: castwise.TuneResult, verbose: bool) -> str:
     text = io.StringIO()
-    Console(file=text, width=80, color_system=None).print(result.table(verbose))
+    Console(file=text, width=80, color_system=None).print(result.table(verbose=verbose))
     return text.getvalue()
 
 
