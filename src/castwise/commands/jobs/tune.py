@@ -164,6 +164,11 @@ def tune(
             make_folder(folder, "tune(out=)")  # before there are results that an unusable folder would lose
         opened = _Opened(found.batches)
         journal = Journal(ranks)
+        if goal == "inference" and model is not None and model.training:
+            journal.notes.append(
+                "The model is in training mode. It was measured in evaluation mode, without dropout and with BatchNorm's running "
+                "averages; call model.eval() before you serve it."
+            )
         at_end.callback(opened.close)
         with _kept(model):
             job = index.job_of(found, where, settings)

@@ -22,10 +22,19 @@ import torch
 from torch import nn
 
 from castwise.core.casting.trees import to_device
+from castwise.core.model.arrival import widen_
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.batches import epochs_of
-from castwise.lab.search.axes import FORMATS, FP32, numerics_of, whole_step_plans, with_operators_as_is
+from castwise.lab.passes.regions import Part, exempt, find_parts, operators_used
+from castwise.lab.search.axes import (
+    FORMATS,
+    FP32,
+    numerics_of,
+    run_with,
+    whole_step_plans,
+    with_operators_as_is,
+)
 from castwise.lab.search.compiling import MODE
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Context
@@ -35,17 +44,18 @@ from castwise.lab.search.finalists import (
     AS_GOOD,
     FINAL_SHARE,
     FINALISTS,
+    favourite,
     in_order_of_promise,
     in_vain,
     likeliest,
     race_repaired,
     room_in_final,
+    run_as,
     with_lossless,
 )
 from castwise.lab.search.keeping import keeping_saves
 from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.search.peaks import measure_peaks
-from castwise.lab.passes.regions import Part, exempt, find_parts, operators_used
 from castwise.lab.search.starts import race_final
 from castwise.lab.search.state import Choice, Search
 from castwise.lab.serve.parity import OutputParity, OutputTest
@@ -56,7 +66,7 @@ from castwise.lab.timing.runners import InferenceRun, build_model, outputs_of, s
 
 BATCHES = 8
 """Number of batches whose outputs are compared, and of fresh batches for the verification."""
-RACE_SHARE = 0.35
+RACE_SHARE = 0.5
 """No round of the race begins after this share of the time left at its start."""
 COMPILED = 2
 """Number of plans that are also compiled: the fastest."""
@@ -121,28 +131,38 @@ def find_for_inference(search: Search) -> None:
             sound = _find_sound(search, found, in_order_of_promise(contest, left))
             sound = with_lossless(contest, race_repaired(contest, sound))
         running = likeliest(journal, contest, sound, room_in_final(context, contest))
+        how = favourite(contest, sound)
         with journal.stage("page faults"):
-            if keeping_saves(context, running[0]):
-                running = [dataclasses.replace(plan, host_memory="keep") for plan in running]
-        compiled = _compiled(search, found, contest.order(sound))
+            if keeping_saves(context, how):
+                how = dataclasses.replace(how, host_memory="keep")
+                running = run_as(journal, contest.order(running), how)
+        compiled = _compiled(search, found, [run_with(plan, how) for plan in contest.order(sound)])
+        always = bool(compiled) and context.settings.compile == "always"
+        shown = [FP32] if run_with(FP32, how) in set(running) - {FP32} else []
+        choices = compiled if always else [plan for plan in (FP32, *running, *compiled) if plan not in shown]
         with journal.stage("final"):
             until = context.until(FINAL_SHARE)
-            search.final = final = race_final(context, contest, [*running, *compiled], until)
-    only = compiled if context.settings.compile == "always" and compiled else [FP32, *running, *compiled]
-    search.choice = _choose(search, found, final.in_turn(only, journal.refusal))
+            beside = [FP32, *running] if always else shown
+            search.final = final = race_final(context, contest, [*running, *compiled], until, beside)
+    search.choice = _choose(search, found, final.in_turn(choices, journal.refusal))
     journal.undecided += filter(None, [final.doubt(search.choice.plan, journal.refusal)])
-    shown = dict.fromkeys([FP32, search.choice.plan])
+    compared = list(dict.fromkeys([FP32, search.choice.plan]))
     if context.settings.memory and context.left_s() > PEAKS_S:
         with journal.stage("memory"):
-            measure_peaks(context, search.peaks, list(shown))
+            measure_peaks(context, search.peaks, compared)
     with journal.stage("latency"):
-        search.latencies = tuple(_latencies(context, list(shown)))
+        search.latencies = tuple(_latencies(context, compared))
 
 
 def _refer(context: Context) -> Served:
     """Compute the fp32 outputs of some batches, and find the parts of the model and the operators that it runs."""
     settings, workload, journal = context.settings, epochs_of(context.workload), context.journal
     model = build_model(workload, context.device, settings.seed).eval()
+    if widen_(model):
+        journal.notes.append(
+            "The model stores some tensors in bf16 or fp16. Plans were compared with a copy of it in fp32; the model as it is was "
+            "not compared."
+        )
 
     def test(seed: int) -> OutputTest:
         batches = iter(workload.batches(seed))

@@ -63,7 +63,7 @@ def evidence(search: Search) -> Evidence:
         floor=test.floor if test is not None else None,
         repeat=test.repeat if test is not None else None,
         stages=tuple(search.journal.stages),
-        lines=LINES if search.served is None else search.served.lines,
+        lines=LINES if search.served is None else {"pass": search.served.line, "fail": search.served.line},
         verification=search.choice.verification,
         latencies=search.latencies,
         notes=tuple(dict.fromkeys(search.journal.notes)),
