@@ -384,12 +384,29 @@ def test_tune_writes_a_plan_that_the_other_commands_take(tmp_path: Path) -> None
     assert trained.exit_code == 0, trained.output
 
 
+def test_tune_for_inference_tells_the_times_of_single_calls(tmp_path: Path) -> None:
+    words = "tune", f"{TINY}:mlp", "--goal", "inference", "--formats", "bf16", "--no-memory", "--budget", "8"
+    done = _run(*words, "--batch-sizes", "1, 6", "--verbose", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "Single calls" in done.stdout
+    sizes = {one["batch_size"] for one in json.loads((tmp_path / "evidence.json").read_text())["latencies"]}
+    assert sizes == {1, 6}
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--goal", "speed"], "tune(goal='speed') is not allowed. Allowed: time, memory, numerics."),
+        (
+            ["--goal", "speed"],
+            "tune(goal='speed') is not allowed. Allowed: time, memory, numerics, inference.",
+        ),
         (["--formats", "bf61"], "'bf61' is not one of fp32, tf32, bf16, fp16"),
         (["--goal", "numerics", "--formats", "bf16,fp16"], "give the one low format"),
+        (
+            ["--batch-sizes", "1;8"],
+            "--batch-sizes '1;8': give whole numbers, separated by commas, such as 1,8,32",
+        ),
+        (["--batch-sizes", "8"], "latencies are measured only with goal='inference'"),
         (["--budget", "1"], "too short; a search needs"),
         (["--verify-steps", "2"], "needs 0 or at least 5 steps"),
         (["--accumulate", "0"], "needs a whole number >= 1"),

@@ -264,7 +264,7 @@ def _nan(batches: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
 
 OTHER = network()
 REFUSED: dict[str, tuple[dict[str, Any], type[CastwiseError], str]] = {
-    "goal": ({"goal": "speed"}, PlanError, "tune(goal='speed') is not allowed. Allowed: time, memory, numerics."),
+    "goal": ({"goal": "speed"}, PlanError, "tune(goal='speed') is not allowed. Allowed: time, memory, numerics, inference."),
     "compile": ({"compile": "maybe"}, PlanError, "tune(compile='maybe') is not allowed. Allowed: never, auto, always."),
     "compile for memory": (
         {"compile": "auto", "goal": "memory"}, PlanError, "tune(compile='auto', goal='memory'): whether to compile is decided by time",

@@ -16,11 +16,15 @@ def listed(given: str) -> list[str]:
 
 
 def counts(option: str, given: str | None) -> tuple[int, ...]:
-    """Return the whole numbers in a comma-separated list; none without a list. Anything else is a usage error."""
+    """Return the whole numbers in a comma-separated list; none without a list.
+
+    Raises:
+        PlanError: It contains anything else.
+    """
     try:
         return tuple(map(int, listed(given or "")))
     except ValueError:
-        raise typer.BadParameter(
+        raise PlanError(
             f"{option} {given!r}: give whole numbers, separated by commas, such as 1,8,32"
         ) from None
 
