@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from castwise.errors import CastwiseError
+from castwise.errors import CastwiseError, PlanError
 
 
 def listed(given: str) -> list[str]:
