@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -144,6 +145,7 @@ HELD: dict[str, tuple[Any, Any]] = {
     "a namespace": (types.SimpleNamespace(eps=1e-6), types.SimpleNamespace(eps=1e-9)),
     "an object": (Configuration(1e-6), Configuration(1e-9)),
     "a function": (lambda x: x, lambda x: x + 1),
+    "an array": (np.ones(2), np.zeros(2)),
     "a partial": (functools.partial(torch.add, alpha=1), functools.partial(torch.add, alpha=2)),
 }
 

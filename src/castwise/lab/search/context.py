@@ -66,8 +66,8 @@ class Settings:
                 f"tune(compile={self.compile!r}, goal={self.goal!r}): whether to compile is decided by time alone; leave "
                 "compile out, or use goal='time' or goal='inference'"
             )
-        for name, usual in (("accumulate", 1), ("warmup_steps", 0), ("verify_steps", 0)):
-            if self.goal == "inference" and getattr(self, name) != usual:
+        for name, usual in (("accumulate", (1,)), ("warmup_steps", (None, 0)), ("verify_steps", (0,))):
+            if self.goal == "inference" and getattr(self, name) not in usual:
                 raise PlanError(
                     f"tune({name}={getattr(self, name)!r}, goal='inference'): {name} is for training; leave it out"
                 )

@@ -41,7 +41,7 @@ from castwise.core.plans.text import read_json
 from castwise.lab.parity.probes import as_real
 from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.passes.observers import Operators, observed
-from castwise.lab.search.code import code_digest
+from castwise.lab.search.code import code_digest, values_digest
 from castwise.lab.search.context import Settings
 from castwise.lab.search.evidence import Evidence
 from castwise.lab.timing.environment import environment
@@ -140,9 +140,10 @@ def _digest_without_addresses(said: Any) -> str:
 
 
 def _data(workload: Workload, seed: int) -> str:
-    """Return a digest of the bytes of the first batches."""
+    """Return a digest of the bytes and values of the first batches."""
     digest = hashlib.sha256()
     for batch in itertools.islice(workload.batches(seed), BATCHES):
+        digest.update(values_digest(batch).encode())
         for tensor in tensors_in(batch):
             dense = _torch.tensors.dense_values(tensor.detach().cpu()).contiguous()
             digest.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes())

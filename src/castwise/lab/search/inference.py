@@ -2,7 +2,7 @@
 
 1. *Reference.* The fp32 outputs of some batches are computed. This finds outputs that are random or change their shapes.
 2. *Race.* The settings of a whole call are timed in turns (:class:`~castwise.lab.search.contest.Contest`).
-3. *Outputs.* The outputs of the remaining plans are tested (:class:`~castwise.lab.serve.parity.OutputTest`). If a plan fails,
+3. *Outputs.* The outputs of the remaining plans are tested (:class:`~castwise.lab.serve.comparison.OutputTest`). If a plan fails,
    the modules that cause most of the error stay in fp32.
 4. *Final.* The plans that passed are started in processes of their own, until it is decided which to choose. Of equally fast
    plans the simplest is chosen.
@@ -18,7 +18,7 @@ import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
+import numpy as np
 from torch import nn
 
 from castwise.core.casting.trees import to_device
@@ -58,7 +58,8 @@ from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.search.peaks import measure_peaks
 from castwise.lab.search.starts import race_final
 from castwise.lab.search.state import Choice, Search
-from castwise.lab.serve.parity import OutputParity, OutputTest
+from castwise.lab.serve.comparison import OutputTest
+from castwise.lab.serve.result import OutputParity
 from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError
@@ -195,10 +196,10 @@ def _refer(context: Context) -> Served:
 # --- outputs ------------------------------------------------------------------------------------------------
 
 
-def _tested(search: Search, test: OutputTest, plan: Plan) -> OutputParity | None:
+def _tested(search: Search, test: OutputTest, plan: Plan, compiled: bool = False) -> OutputParity | None:
     """Test a plan's outputs; return None if the plan cannot run, and record why."""
     try:
-        return test.test(plan)
+        return test.test(plan, compiled)
     except Exception as error:
         if not cannot_run(error):
             raise
@@ -289,7 +290,7 @@ def _compiled(search: Search, found: Served, order: Sequence[Plan]) -> list[Plan
                 journal.decide(made, Fate("late", "not tried: the time ran out"))
                 continue
             journal.tell(f"compiling {in_words(plan)}", number, COMPILED)
-            result = _tested(search, found.test, made)
+            result = _tested(search, found.test, made, compiled=True)
             if result is not None and result.verdict != "pass":
                 journal.decide(made, Fate("failed", f"compiled: {result.reason}"))
             elif result is not None:
@@ -338,5 +339,5 @@ def _latencies(context: Context, plans: Sequence[Plan]) -> Iterator[Latency]:
                 context.journal.notes.append(f"Batch size {size}: {unfit(error)}.")
                 continue
         for plan, own in zip(plans, times, strict=True):
-            p95_s = torch.tensor(own).quantile(0.95).item()
+            p95_s = float(np.quantile(own, 0.95))
             yield Latency(str(plan), size, statistics.median(own), p95_s, len(own))

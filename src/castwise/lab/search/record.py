@@ -27,7 +27,7 @@ from castwise.lab.search.evidence import (
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.state import Search
-from castwise.lab.serve.parity import OutputParity
+from castwise.lab.serve.result import OutputParity
 from castwise.lab.timing import stats
 from castwise.lab.timing.environment import environment
 
@@ -39,6 +39,7 @@ _PLACES: tuple[Status, ...] = ("chosen", "baseline", "sound", "tie", "rejected",
 def evidence(search: Search) -> Evidence:
     """Return the results of a search so far, whether it has ended or was interrupted."""
     asked, plan = dataclasses.asdict(search.context.settings), search.choice.plan
+    asked["batch_sizes"] = list(asked["batch_sizes"])  # as JSON has it
     test = search.begun.test if search.begun is not None else None
     where = environment(search.context.device)
     return Evidence(

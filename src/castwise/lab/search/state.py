@@ -20,7 +20,8 @@ from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
 from castwise.lab.search.reference import Reference
 from castwise.lab.search.repair import VERIFYING, Repair
-from castwise.lab.serve.parity import OutputParity, OutputTest
+from castwise.lab.serve.comparison import OutputTest
+from castwise.lab.serve.result import OutputParity
 from castwise.lab.timing.failures import cannot_run, unfit
 
 

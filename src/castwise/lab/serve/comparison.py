@@ -163,19 +163,23 @@ class OutputTest:
             if output.is_floating_point() and bool(output.isnan().any()):
                 raise WorkloadError(f"{self._name}: {name} is NaN in fp32; {about_data(batch)}")
 
-    def test(self, plan: Plan) -> OutputParity:
+    def test(self, plan: Plan, compiled: bool = False) -> OutputParity:
         """Run the batches under a plan and decide.
+
+        Args:
+            plan: The plan.
+            compiled: Whether to compile a plan that compiles, instead of running it without compiling.
 
         Raises:
             DeviceError: The device cannot run the plan.
             CastwiseError: The plan does not fit the model, or the model fails under the plan.
         """
         check_device(plan, self.device.type)
-        found = self._differences(plan, range(len(self.seen)))
+        found = self._differences(plan, range(len(self.seen)), compiled)
         result = self._decided(plan, found)
         if result.verdict != "pass" and result.low < BLATANT * self.line:
             self._draw(format_of(plan), ROUNDINGS)
-            result = self._decided(plan, self._differences(plan, range(len(self.seen))))
+            result = self._decided(plan, self._differences(plan, range(len(self.seen)), compiled))
         return dataclasses.replace(result, reason=result.explained())
 
     def _decided(self, plan: Plan, found: Sequence[Mapping[str, Difference]]) -> OutputParity:
@@ -196,11 +200,13 @@ class OutputTest:
             note=self.positions.note,
         )  # fmt: skip
 
-    def _differences(self, plan: Plan, batches: Iterable[int]) -> list[dict[str, Difference]]:
+    def _differences(
+        self, plan: Plan, batches: Iterable[int], compiled: bool = False
+    ) -> list[dict[str, Difference]]:
         """Run batches under a plan and return how the outputs differ from fp32's."""
         floors = self._floor(plan)
         failed = f"{self._name}: the model runs in fp32, but fails under {in_words(plan)}"
-        with users_code(failed), self._runner.running(plan) as model:
+        with users_code(failed), self._runner.running(plan, compiled) as model:
             return [self._against(at, self._runner.run(model, self.seen[at]), floors[at]) for at in batches]
 
     def _against(

@@ -74,8 +74,12 @@ class Runner:
         self.model = self._original.model.eval()
 
     @contextlib.contextmanager
-    def running(self, plan: Plan) -> Iterator[nn.Module]:
-        """Yield a copy of the model that runs under a plan as it is served, without gradients and uncompiled."""
+    def running(self, plan: Plan, compiled: bool = False) -> Iterator[nn.Module]:
+        """Yield a copy of the model that runs under a plan as it is served, without gradients.
+
+        With ``compiled``, a plan that compiles is compiled; by default it runs without compiling.
+        """
+        stance = contextlib.nullcontext() if compiled else uncompiled()
         model = self._original.copy()
         with (
             undisturbed(),
@@ -83,7 +87,7 @@ class Runner:
             Amp(plan, device=self.device, group=ALONE) as amp,
         ):
             amp.prepare(model, inference=True, widen=widen_for(plan, model))
-            with torch.no_grad(), uncompiled(), observed_under(plan, model, self.device):
+            with torch.no_grad(), stance, observed_under(plan, model, self.device):
                 yield model
 
     def run(self, model: nn.Module, batch: Any, again: int = 0) -> dict[str, Tensor]:
