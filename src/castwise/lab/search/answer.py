@@ -344,7 +344,7 @@ def _untested(search: Search) -> str:
     longer = [f"sequences longer than {length}"] if length else []
     seen = len(search.begun.test.prober.micros)
     rare = [f"kinds of batches rarer than 1 in {round(seen / 3)}"] if seen >= LEAST else []
-    lower = ["learning rates that fall later in training"] if search.choice.plan.lacks_masters else []
+    lower = ["learning rates below a tenth of the first"] if search.choice.plan.lacks_masters else []
     *first, last = [weights, *lower, *longer, *rare, "evaluation"]
     return f"Not tested: {', '.join(first)} and {last}."
 

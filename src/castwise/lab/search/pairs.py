@@ -46,6 +46,9 @@ _T95 = (
     1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699,
 )  # fmt: skip
 """One-sided 95 % points of Student's t for 1, 2, ... degrees of freedom."""
+_FALL = (0.1 ** (1 / 5),) * 5
+"""Factors on the learning rates in each tenth of the second half of a run, for plans without masters: rounding drops more of smaller
+updates."""
 _POWER = 0.842
 """The 80 % quantile of the normal distribution."""
 
@@ -63,6 +66,9 @@ def train_pairs(
     until_hopeless: bool = False,
 ) -> Verification:
     """Train pairs of runs, one under the plan and one in fp32, from equal weights on equal batches, and judge their losses.
+
+    For a plan without masters, the learning rates of both fall to a tenth in the second half, and known harm is judged more strictly
+    (``STRICT``).
 
     Args:
         workload: The workload to train.
@@ -94,7 +100,7 @@ def train_pairs(
         on_progress(number, seeds)
         for one, ends in ((PRESETS["fp32"], reference), (plan, candidate)):
             with contextlib.closing(TrainingRun(workload, one, device, first_seed + number)) as run:
-                ends.append(_end(run, steps, last))
+                ends.append(_end(run, steps, last, falls=strict))
                 if ends is reference:
                     starts.append(run.losses[0] if run.losses else math.nan)
         if until_hopeless and seeds > number + 1 >= max(2, seeds / 2):
@@ -111,10 +117,18 @@ def train_pairs(
     )  # fmt: skip
 
 
-def _end(run: TrainingRun, steps: int, last: int) -> float:
-    """Train, and return the mean of the last losses. Return NaN if the run diverges, whatever exception it raises then."""
+def _end(run: TrainingRun, steps: int, last: int, falls: bool) -> float:
+    """Train, and return the mean of the last losses. Return NaN if the run diverges, whatever exception it raises then.
+
+    With ``falls``, the learning rates fall to a tenth in the second half, as in most trainings.
+    """
     try:
-        run.block(steps)
+        run.block(steps // 2 if falls else steps)
+        for share in _FALL if falls else ():
+            for group in run.optimizer.param_groups:
+                if group.get("lr") is not None:  # Adafactor finds its own
+                    group["lr"] *= share
+            run.block(min(-(-steps // (2 * len(_FALL))), steps - len(run.losses)))
     except Exception as error:
         if not isinstance(error, (NonFiniteError, LossScaleError)) and all(map(math.isfinite, run.losses)):
             raise
