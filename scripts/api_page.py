@@ -206,8 +206,7 @@ def _call(name: str, value: Any, *, bound: bool = False) -> str:
         parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
     ]
     plain = signature.replace(parameters=parameters[bound:], return_annotation=inspect.Signature.empty)
-    said = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", f"{name}{plain}")  # a default that is a function
-    return said.replace("|", "\\|")
+    return f"{name}{plain}".replace("|", "\\|")
 
 
 def _summary(value: Any) -> str:

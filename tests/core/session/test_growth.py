@@ -268,7 +268,8 @@ def test_the_guard_calls_few_functions() -> None:
         step = by_castwise("bf16-mixed", Beside, 2, nonfinite=nonfinite)
         for _ in range(5):
             step()
-        counts.append(calls(step).total())
+        # The fewest of several steps: some steps, drawn at random, also look for mistakes.
+        counts.append(min(calls(step).total() for _ in range(4)))
     assert counts[1] - counts[0] <= (
         30 if DEVICE == "cpu" else 120
     )  # torch's default device makes a function call per operator call

@@ -140,9 +140,9 @@ class Workload:
 
     name: str
     model: Callable[[], nn.Module]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = no_optimizer
-    batches: Callable[[int], Iterator[Any]] = no_batches
-    loss: Callable[[nn.Module, Any], Tensor] = no_loss
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = field(default_factory=lambda: no_optimizer)
+    batches: Callable[[int], Iterator[Any]] = field(default_factory=lambda: no_batches)
+    loss: Callable[[nn.Module, Any], Tensor] = field(default_factory=lambda: no_loss)
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
     description: str = ""
     picture: Callable[[nn.Module], Mapping[str, Tensor]] | None = None

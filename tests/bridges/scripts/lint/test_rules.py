@@ -171,6 +171,14 @@ def test_ways_to_store_a_model_low(line: str, tmp_path: Path) -> None:
     assert [rule for rule, _ in said(text, tmp_path)] == ["low-weights-without-masters"]
 
 
+ON_PURPOSE = {
+    ("test_files.py", "checkpoint-rounded"),
+    ("test_borders.py", "backward-inside-autocast"),
+    ("test_emulation.py", "backward-inside-autocast"),
+}
+"""Faults that tests have on purpose, besides fp16 on a CPU."""
+
+
 def test_no_false_alarm_on_published_scripts() -> None:
     published = [
         *(ROOT / "examples").rglob("*.py"),
@@ -181,9 +189,11 @@ def test_no_false_alarm_on_published_scripts() -> None:
     ]
     assert len(published) > 25
     alarms = [(path, one) for path in published for one in lint(path).findings]
-    # the tests run fp16 on a CPU on purpose
     others = [
-        (str(path), one) for path, one in alarms if one.rule != "fp16-on-cpu" or "tests" not in path.parts
+        (str(path), one)
+        for path, one in alarms
+        if "tests" not in path.parts
+        or (one.rule != "fp16-on-cpu" and (path.name, one.rule) not in ON_PURPOSE)
     ]
     assert others == []
 
