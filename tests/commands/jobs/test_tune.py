@@ -221,7 +221,7 @@ def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again(
         "wide", wide, lambda params: torch.optim.AdamW(params, lr=1e-2), lambda seed: wide_batches(seed), loss
     )
     result = castwise.tune(
-        made, goal="memory", formats=("fp32", "bf16"), device=DEVICE, budget_s=120, warmup_steps=5
+        made, goal="memory", formats=("fp32", "bf16"), device=DEVICE, budget_s=50, warmup_steps=5
     )
     peaks = {c.plan: c.peak_bytes for c in result.evidence.candidates if c.peak_bytes is not None}
     assert len(peaks) >= 3
