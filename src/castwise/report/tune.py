@@ -206,7 +206,7 @@ def latency_grid(record: Record) -> Grid:
         "95 % within": lambda row: words.time(row["p95_s"]),
         "per sample": lambda row: row["batch_size"] and words.time(row["median_s"] / row["batch_size"]),
     }
-    return Grid.of("Single calls", record["latencies"], columns)
+    return Grid.of("Single calls, each after a pause of 10 ms", record["latencies"], columns)
 
 
 def _status(record: Record) -> Callable[[Record], str]:

@@ -152,7 +152,9 @@ def test_bad_arguments_are_one_sentence() -> None:
 
 def test_a_workload_without_an_optimizer_says_so_when_it_is_trained() -> None:
     only = Workload("only", model=Net, batches=batches)
-    with pytest.raises(WorkloadError, match=r"has no optimizer, so it can only be run with goal='inference'"):
+    with pytest.raises(
+        WorkloadError, match=r"has no optimizer, so it can only be tuned, with goal='inference'"
+    ):
         castwise.tune(only, formats=("bf16",), budget_s=10.0, device=DEVICE)
     with pytest.raises(WorkloadError, match=r"Workload\('x'\): batches is missing"):
         Workload("x", model=Net)

@@ -328,7 +328,9 @@ def _latency(search: Search) -> str:
             f"a batch{of} takes {1e3 * own.median_s:.3g} ms (95 % within {1e3 * own.p95_s:.3g} ms; in fp32 "
             f"{1e3 * base.median_s:.3g} and {1e3 * base.p95_s:.3g} ms){slower}"
         )
-    return f"One call at a time, {'; '.join(said)}." if said else ""
+    return (
+        f"Single calls, each after a pause of 10 ms as between requests: {'; '.join(said)}." if said else ""
+    )
 
 
 def _untested(search: Search) -> str:

@@ -131,7 +131,10 @@ class RegionEvidence:
 
 @dataclass(frozen=True)
 class Latency:
-    """The times of single calls of a model under a plan, in a process of its own.
+    """The times of single calls of a model under a plan, in a process of its own, each after a pause of 10 ms.
+
+    After a pause threads and caches are cold, as between requests, so a call takes longer than in the race, where calls follow each
+    other.
 
     Attributes:
         plan: The plan's line.

@@ -27,8 +27,9 @@ from castwise.lab.passes.isolation import undisturbed, unspoilt
 from castwise.lab.serve.comparison import LEAST, OutputTest
 from castwise.lab.serve.outputs import KINDS
 from castwise.lab.serve.result import OutputParity
-from castwise.lab.serve.runs import Call, Evaluate, served_call
+from castwise.lab.serve.runs import Call, Evaluate
 from castwise.lab.serve.verdicts import LINE
+from castwise.lab.timing.runners import served_call
 from castwise.lab.workloads.workload import users_code
 
 __all__ = ["OutputParity", "OutputTest", "output_parity"]

@@ -175,10 +175,3 @@ class Rounding:
         if self._format.name != "tf32":  # which no dtype stores
             exact |= tensor.to(self._format.dtype).to(tensor.dtype) == tensor
         return torch.where(exact, tensor, dithered(tensor, self._format.eps, self._generator))
-
-
-def served_call(model: nn.Module, batch: Any) -> Any:
-    """Call a model with a batch: a mapping as keyword arguments, a tuple or a list as arguments, all else as one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)

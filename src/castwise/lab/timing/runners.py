@@ -276,6 +276,13 @@ class TrainingRun(_Run):
         del self.optimizer
 
 
+def served_call(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a batch: a mapping as keyword arguments, a tuple or a list as arguments, all else as one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
 def served(workload: Workload, model: nn.Module, batch: Any) -> Callable[[], Any]:
     """Return a function that calls a model for a batch as it is called when it is served, and returns the outputs.
 
@@ -291,9 +298,7 @@ def served(workload: Workload, model: nn.Module, batch: Any) -> Callable[[], Any
     if workload.outputs is not None:
         return functools.partial(workload.outputs, model, batch)
     if workload.loss is no_loss:
-        if isinstance(batch, Mapping):
-            return lambda: model(**batch)
-        return lambda: model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return functools.partial(served_call, model, batch)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = model.register_forward_pre_hook(
         lambda _module, args, kwargs: calls.append((args, kwargs)), with_kwargs=True

@@ -48,14 +48,14 @@ options."""
 def no_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
     """Raise, because the workload is only for inference."""
     raise WorkloadError(
-        "this workload has no optimizer, so it can only be run with goal='inference'; pass optimizer= to train it"
+        "this workload has no optimizer, so it can only be tuned, with goal='inference'; pass optimizer= to train it"
     )
 
 
 def no_loss(model: nn.Module, batch: Any) -> Tensor:
     """Raise, because the workload is only for inference."""
     raise WorkloadError(
-        "this workload has no loss, so it can only be run with goal='inference'; pass loss= to train it"
+        "this workload has no loss, so it can only be tuned, with goal='inference'; pass loss= to train it"
     )
 
 
