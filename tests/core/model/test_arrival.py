@@ -17,6 +17,7 @@ from castwise.core import checkpoint
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import PlanError, StateError
 from tests.core.masters.presets import ALL, MASTERS
+from tests.here import DEVICE
 from tests.soak import each_value
 
 LOW = [torch.bfloat16, torch.float16]
@@ -70,7 +71,7 @@ def arrive(kind: str, dtype: torch.dtype) -> nn.Module:
 
 
 def train(amp: castwise.Amp, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     losses = []
     for _ in range(steps):
         loss = (model(torch.randn(4, 6, generator=generator)).float() - 1).square().mean()
@@ -120,7 +121,7 @@ def test_a_model_that_arrives_low_trains_like_the_float_model(
     found = []
     for one in (model, reference):
         updates = OPTIMIZERS[optimizer](one.parameters())
-        with castwise.Amp(plan, device="cpu") as amp:
+        with castwise.Amp(plan, device=DEVICE) as amp:
             amp.prepare(one, updates, widen=one is model and is_widened(one, plan))
             found.append((train(amp, one, updates), weights(amp, one), dtypes(one)))
     (losses, ours, stored), (wanted, theirs, stored_there) = found
@@ -135,7 +136,7 @@ def test_masters_hold_the_very_values_that_arrived(plan: str, dtype: torch.dtype
     model = arrive("plain", dtype)
     before = {name: value.float() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         same(amp.model_state_dict(model), before)
         assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
@@ -159,7 +160,7 @@ def test_close_stores_a_model_as_it_arrived(plan: str, dtype: torch.dtype, kind:
     objects = list(map(id, model.parameters()))
     before, stored = {k: v.clone() for k, v in model.state_dict().items()}, dtypes(model)
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer, widen=is_widened(model, plan))
     rounded = amp.plan.master == "none" and amp.plan.compute_dtype is not dtype  # rounded permanently
     if steps:
@@ -193,7 +194,7 @@ def test_state_that_an_optimizer_has_already_is_widened_with_its_parameter() -> 
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     found = []
     for one, updates, widen in ((model, optimizer, True), (reference, other, False)):
-        amp = castwise.Amp("bf16-mixed", device="cpu")
+        amp = castwise.Amp("bf16-mixed", device=DEVICE)
         amp.prepare(one, updates, widen=widen)
         found.append((train(amp, one, updates), weights(amp, one)))
     assert torch.equal(found[0][0], found[1][0])
@@ -206,7 +207,7 @@ def test_a_gradient_that_lies_there_is_widened() -> None:
     model(torch.randn(4, 6).bfloat16()).float().square().mean().backward()
     assert model.weight.grad is not None
     before = model.weight.grad.clone()
-    castwise.Amp("fp32", device="cpu").prepare(model, optimizer, widen=True)
+    castwise.Amp("fp32", device=DEVICE).prepare(model, optimizer, widen=True)
     assert model.weight.grad.dtype is torch.float32
     assert torch.equal(model.weight.grad, before.float())
 
@@ -223,7 +224,7 @@ def test_a_prepare_that_fails_after_widening_leaves_the_model_as_it_came(
 
     monkeypatch.setattr("castwise.core.session.apply.check_updates", fail)
     with pytest.raises(RuntimeError, match="here"):
-        castwise.Amp("fp32", device="cpu").prepare(model, optimizer, widen=True)
+        castwise.Amp("fp32", device=DEVICE).prepare(model, optimizer, widen=True)
     same(dict(model.state_dict()), before)
     assert castwise.Amp.of(model) is None
 
@@ -235,7 +236,7 @@ def test_inference_is_that_of_the_float_model(plan: str, dtype: torch.dtype) -> 
     reference = copy.deepcopy(model).float()
     x = torch.randn(4, 6)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with castwise.Amp(plan, device="cpu") as one, castwise.Amp(plan, device="cpu") as other:
+    with castwise.Amp(plan, device=DEVICE) as one, castwise.Amp(plan, device=DEVICE) as other:
         one.prepare(model, inference=True, keep_originals=True, widen=True)
         other.prepare(reference, inference=True, keep_originals=True)
         with torch.inference_mode():
@@ -247,7 +248,7 @@ def test_inference_is_that_of_the_float_model(plan: str, dtype: torch.dtype) -> 
 def test_an_optimizer_made_after_widening_joins() -> None:
     model = arrive("plain", torch.bfloat16)
     first = torch.optim.SGD(list(model.parameters())[:2], 0.1)
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, first, widen=True)
     second = torch.optim.Adam(list(model.parameters())[2:], 0.1)
     amp.prepare(model, second, widen=True)
@@ -264,11 +265,11 @@ def test_state_of_an_optimizer_that_joins_is_widened_too(optimizer: str) -> None
         model = arrive("plain", torch.bfloat16)
         updates = OPTIMIZERS[optimizer](model.parameters())
         model(
-            torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE).bfloat16()
         ).float().square().mean().backward()
         updates.step()
         updates.zero_grad()
-        amp = castwise.Amp("bf16-mixed", device="cpu")
+        amp = castwise.Amp("bf16-mixed", device=DEVICE)
         if late:
             amp.prepare(model, widen=True)
         amp.prepare(model, updates, widen=True)
@@ -304,7 +305,7 @@ def test_what_training_has_made_of_it_outlives_a_change_of_plan(first: str, then
     found = []
     for one in (model, reference):
         updates = OPTIMIZERS["adamw"](one.parameters())
-        with castwise.Amp(first, device="cpu") as amp:
+        with castwise.Amp(first, device=DEVICE) as amp:
             amp.prepare(one, updates, widen=one is model and is_widened(one, first))
             losses = []
             for plan in (then, first):
@@ -321,7 +322,7 @@ def test_what_training_has_made_of_it_outlives_a_change_of_plan(first: str, then
 def test_a_change_of_plan_that_fails_loses_nothing() -> None:
     model = arrive("plain", torch.bfloat16)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, optimizer, widen=True)
     train(amp, model, optimizer)
     before, moments = weights(amp, model), [s["exp_avg"].clone() for s in optimizer.state.values()]
@@ -336,7 +337,7 @@ def test_a_change_of_plan_that_fails_loses_nothing() -> None:
 def test_an_optimizer_that_joins_does_not_train_low_what_came_later(how: str) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).bfloat16()
     model[1].requires_grad_(how == "added")
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(model, torch.optim.SGD(model[0].parameters(), 0.1), widen=True)
     if how == "added":
         model[1] = nn.Linear(4, 3).bfloat16()
@@ -355,7 +356,7 @@ def test_an_optimizer_that_joins_does_not_train_low_what_came_later(how: str) ->
 def test_an_optimizer_without_masters_does_not_step_what_has_them(plan: str, dtype: torch.dtype) -> None:
     model = arrive("plain", dtype)
     optimizer, stranger = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     (model(torch.randn(4, 6)).float() - 1).square().mean().backward()
     with pytest.raises(StateError, match=r"SGD.step\(\)"):
@@ -378,7 +379,7 @@ def test_a_model_that_arrives_in_part_low(plan: str) -> None:
     found = []
     for one in (model, reference):
         updates = torch.optim.SGD(one.parameters(), 0.1)
-        with castwise.Amp(plan, device="cpu") as amp:
+        with castwise.Amp(plan, device=DEVICE) as amp:
             amp.prepare(one, updates, widen=one is model and PRESETS[plan].params == "fp32")
             found.append((train(amp, one, updates), weights(amp, one)))
     assert torch.equal(found[0][0], found[1][0])
@@ -409,7 +410,7 @@ def adapted(base: torch.dtype) -> nn.ModuleDict:
 def test_a_frozen_base_stays_as_it_is_stored_unless_asked(plan: str, widen: Any, base: torch.dtype) -> None:
     model = adapted(torch.bfloat16)
     optimizer = torch.optim.SGD(model["head"].parameters(), 0.1)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer, widen=widen)
         assert {d for name, d in dtypes(model).items() if name.startswith("base")} == {base}
         assert {d for name, d in dtypes(model).items() if name.startswith("head")} == {torch.float32}
@@ -421,7 +422,7 @@ def test_a_frozen_base_alone_asks_for_nothing(plan: str) -> None:
     model = adapted(torch.bfloat16)
     model["head"].float()
     optimizer = torch.optim.SGD(model["head"].parameters(), 0.1)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         assert model["head"].weight.dtype in (torch.float32, amp.plan.compute_dtype)
 
@@ -431,7 +432,7 @@ def test_a_frozen_layer_that_arrives_low_is_fp32_where_a_region_runs_in_fp32(pla
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8).bfloat16().requires_grad_(False), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
-    with castwise.Amp(plan + "+regions.0=fp32", device="cpu") as amp:
+    with castwise.Amp(plan + "+regions.0=fp32", device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         train(amp, model, optimizer, 1)
         assert model[0].weight.dtype is torch.float32
@@ -443,7 +444,7 @@ def test_a_frozen_layer_that_arrives_low_is_fp32_where_a_region_runs_in_fp32(pla
 def test_what_is_unfrozen_later_is_not_trained_low_unseen(plan: str, by_itself: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3).bfloat16().requires_grad_(False))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with castwise.Amp(plan, device="cpu", nonfinite="skip") as amp:
+    with castwise.Amp(plan, device=DEVICE, nonfinite="skip") as amp:
         amp.prepare(model, optimizer)
         amp.backward(model[0].weight.sum())
         amp.step(optimizer)
@@ -533,7 +534,7 @@ def test_a_quantised_base_is_left_alone(plan: str, kind: str, widen: Any) -> Non
     ]
     optimizer = torch.optim.SGD(model["adapter"].parameters(), 0.1)
     stores = PRESETS[plan].params
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         if stores == "fp32" and not widen:
             with pytest.raises(PlanError, match="widen=True"):
                 amp.prepare(model, optimizer)
@@ -554,7 +555,7 @@ def test_a_bias_that_is_trained_beside_quantised_weights_is_trained_by_the_plan(
     layer.bias.requires_grad_(True)
     model = nn.ModuleDict({"base": layer})
     optimizer = torch.optim.SGD([layer.bias], 0.1)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         if PRESETS[plan].params == "fp32":
             with pytest.raises(PlanError, match=r"base\.bias are stored in fp16.*widen=True"):
                 amp.prepare(model, optimizer)
@@ -577,7 +578,7 @@ def test_weights_are_given_back_in_the_format_that_they_arrived_in_if_asked(
     model = arrive("tied", dtype)
     stored = dtypes(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer, widen=is_widened(model, plan))
         train(amp, model, optimizer)
         full, given = amp.model_state_dict(model), amp.model_state_dict(model, as_given=True)
@@ -599,7 +600,7 @@ def test_saves_of_such_sessions_move_between_plans(first: str, later: str, tmp_p
     """The checkpoint resumes a newly made low-precision model and an fp32 model alike."""
     model = arrive("plain", torch.bfloat16)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-4)
-    amp = castwise.Amp(first, device="cpu")
+    amp = castwise.Amp(first, device=DEVICE)
     amp.prepare(model, optimizer, widen=is_widened(model, first))
     train(amp, model, optimizer)
     checkpoint.save(tmp_path, 3, model=model, optimizers=optimizer, amp=amp)
@@ -610,7 +611,7 @@ def test_saves_of_such_sessions_move_between_plans(first: str, later: str, tmp_p
     for low in (True, False):
         one = arrive("plain", torch.bfloat16) if low else arrive("plain", torch.bfloat16).float()
         updates = torch.optim.Adam(one.parameters(), 1e-2, eps=1e-4)
-        with castwise.Amp(later, device="cpu") as other:
+        with castwise.Amp(later, device=DEVICE) as other:
             other.prepare(one, updates, widen=low and is_widened(one, later))
             checkpoint.load(found_save, model=one, optimizers=updates, amp=other)
             if PRESETS[later].master == "fp32" or PRESETS[first].master == "none":
@@ -629,7 +630,7 @@ def test_the_error_offers_to_widen_and_says_what_that_takes(plan: str, dtype: to
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     short = "bf16" if dtype is torch.bfloat16 else "fp16"
-    with castwise.Amp(plan, device="cpu") as amp, pytest.raises(PlanError) as caught:
+    with castwise.Amp(plan, device=DEVICE) as amp, pytest.raises(PlanError) as caught:
         amp.prepare(model, optimizer)
     said = str(caught.value)
     assert f"0.weight, 1.weight are stored in {short}" in said
@@ -641,7 +642,7 @@ def test_the_error_offers_to_widen_and_says_what_that_takes(plan: str, dtype: to
 def test_widening_under_a_plan_that_stores_all_low_is_refused(plan: str) -> None:
     model = arrive("plain", torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         with pytest.raises(PlanError, match=r"prepare\(widen=True\).*there is nothing to widen.*-mixed'"):
             amp.prepare(model, optimizer, widen=True)
         amp.prepare(model, optimizer)
@@ -651,14 +652,14 @@ def test_widening_under_a_plan_that_stores_all_low_is_refused(plan: str) -> None
 def test_widening_a_float_model_does_nothing(plan: str) -> None:
     model = MODELS["batch norm"]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         assert amp.resolve(model, widen="all") == amp.resolve(model)
         amp.prepare(model, optimizer, widen=True)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, torch.float32])
 def test_other_values_of_widen_are_refused(value: Any) -> None:
-    amp = castwise.Amp("fp32", device="cpu")
+    amp = castwise.Amp("fp32", device=DEVICE)
     for call in (amp.prepare, amp.resolve):
         with pytest.raises(
             PlanError, match=rf"{call.__name__}\(widen=.* is not allowed. Allowed: False; True"
@@ -670,7 +671,7 @@ def test_other_values_of_widen_are_refused(value: Any) -> None:
 def test_parameters_that_join_an_optimizer_in_bf16_are_refused_at_its_next_step(plan: str) -> None:
     model, extra = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
 
     def step() -> None:
@@ -698,7 +699,7 @@ def test_parameters_that_join_an_optimizer_in_bf16_are_refused_at_its_next_step(
 def test_parameters_in_bf16_are_refused_by_whatever_way_they_join(plan: str, way: str) -> None:
     model, extra = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     new = list(extra.parameters())
     if way == "group":
@@ -717,7 +718,7 @@ def test_parameters_in_bf16_are_refused_by_whatever_way_they_join(plan: str, way
 def test_a_model_that_was_prepared_alone_has_no_masters_in_an_optimizer_it_joins() -> None:
     model, head, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    amp = castwise.Amp("bf16-master", device="cpu")
+    amp = castwise.Amp("bf16-master", device=DEVICE)
     amp.prepare(model, optimizer)
     optimizer.add_param_group({"params": list(head.parameters())})
     amp.prepare(head, optimizer)

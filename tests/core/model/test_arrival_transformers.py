@@ -13,6 +13,7 @@ from torch import nn
 import castwise
 from castwise.core.plans.plan import PRESETS
 from tests.core.masters.presets import ALL
+from tests.here import DEVICE
 from tests.soak import each_value
 
 transformers = pytest.importorskip("transformers")
@@ -69,7 +70,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def run(model: Any, plan: str, widen: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = adamw(model)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer, widen=widen if PRESETS[plan].params == "fp32" else False)
         losses = train(amp, model, optimizer)
         return losses, {name: value.clone() for name, value in amp.model_state_dict(model).items()}
@@ -100,7 +101,7 @@ def test_adapters_train_beside_a_base_in_bf16_that_stays(kind: str, plan: str) -
     model = adapted(kind)
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = adamw(model)
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     if PRESETS[plan].params == "fp32" or PRESETS[plan].compute == "bf16":
         assert {p.dtype for n, p in model.named_parameters() if n in base} == {torch.bfloat16}
@@ -137,7 +138,7 @@ def test_adapters_and_their_base_train_like_the_float_model_where_all_is_widened
 def test_a_checkpoint_goes_back_to_disk_as_it_came(plan: str, tmp_path: Path) -> None:
     model = make("llama")
     optimizer = adamw(model)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model, optimizer, widen=plan == "bf16-mixed")
         train(amp, model, optimizer)
         given = amp.model_state_dict(model, as_given=True)

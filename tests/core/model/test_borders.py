@@ -18,6 +18,7 @@ from castwise import Plan, Region
 from castwise.core.casting import frames, kernels
 from castwise.core.model.resolve import assign
 from castwise.errors import PatternError, PlanError
+from tests.here import DEVICE
 from tests.soak import each_value
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -51,7 +52,7 @@ class Net(nn.Module):
 
 
 def prepare(model: nn.Module, plan: Plan) -> Any:
-    amp = castwise.Amp(plan, device="cpu")
+    amp = castwise.Amp(plan, device=DEVICE)
     amp.prepare(model)
     return amp.close
 
@@ -134,14 +135,14 @@ def test_type_pattern_that_reaches_out_proj_among_others_warns() -> None:
 def test_regions_run_in_their_own_format(plan: Plan, a: tuple[str, ...], b: tuple[str, ...]) -> None:
     model = Net()
     remove = prepare(model, plan)
-    with torch.autocast("cpu", dtype=torch.float16):  # an outer autocast has no effect
+    with torch.autocast(DEVICE, dtype=torch.float16):  # an outer autocast has no effect
         out = model(X)
     assert (model.a.seen[0], model.b.seen[0]) == (a, b)
     assert out.dtype is torch.float32 or plan.regions[0].compute == "fp64"
     out.sum().backward()
     assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
     remove()
-    assert not kernels.registered("cpu")
+    assert not kernels.registered(DEVICE)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 
@@ -235,7 +236,7 @@ def test_what_a_model_returns_is_widened_where_it_can_be_looked_into(
             return make(x)
 
     model = Model()
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(model, inference=True)
         out = model(X)
         assert type(out) is type(make(X))
@@ -249,7 +250,7 @@ def test_a_generators_body_runs_outside_of_the_plan() -> None:
             return (value @ value for value in [x, low])
 
     model = Model()
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(model, inference=True)
         assert [value.dtype for value in model(X)] == [torch.float32, torch.bfloat16]
         assert frames.depth() == 0
@@ -276,11 +277,11 @@ def test_copies_of_a_prepared_model_run_the_same() -> None:
     want = model(X)
     copies = [copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))]
     remove()
-    assert "exp" in kernels.registered("cpu")  # the override kernels are registered
+    assert "exp" in kernels.registered(DEVICE)  # the override kernels are registered
     for other in copies:
         assert torch.equal(other(X), want)
     del other, copies
-    assert not kernels.registered("cpu")
+    assert not kernels.registered(DEVICE)
 
 
 def test_state_is_restored_after_an_exception() -> None:
@@ -289,7 +290,7 @@ def test_state_is_restored_after_an_exception() -> None:
     with pytest.raises(RuntimeError):
         model(torch.ones(3, 3))
     assert frames.depth() == 0
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
     assert model(X).dtype is torch.float32
 
 
@@ -304,14 +305,14 @@ def test_an_interrupted_forward_is_left_at_the_next_step() -> None:
         model(X)
     frames.leave_interrupted()
     assert frames.depth() == 0
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
 
 
 def test_each_forward_is_a_scope_of_the_weight_cache() -> None:
     """A weight changed between two forwards inside one ambient region is used by the second."""
     model = Net()
     prepare(model, Plan(compute="bf16"))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         model(X)
         with torch.no_grad():
             model.a.linear.weight.zero_()
@@ -454,7 +455,7 @@ def test_recomputation_runs_by_the_plan(reentrant: bool, inner: str | None, ambi
     x = X.clone().requires_grad_()
     loss = model(x).sum()
     if ambient:
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(DEVICE, dtype=torch.float16):
             loss.backward()
     else:
         loss.backward()
@@ -484,7 +485,7 @@ def test_gradients_with_checkpoint_equal_those_without(reentrant: bool) -> None:
 def test_backward_of_another_model_does_not_inherit_the_plan() -> None:
     planned, plain = Checkpointed(False), Checkpointed(False)
     remove = prepare(planned, Plan(compute="bf16", ops={"exp": "fp32"}))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         other = plain(X.clone().requires_grad_()).sum()
     planned(X.clone().requires_grad_()).sum().backward()
     other.backward()
@@ -526,7 +527,7 @@ def test_threads_that_run_a_prepared_module_run_it_by_the_plan() -> None:
         replica = model._replicate_for_data_parallel()
         replica._modules = model._modules
         barrier.wait(10)
-        with torch.autocast("cpu", enabled=False):  # DataParallel re-enters the caller's autocast state
+        with torch.autocast(DEVICE, enabled=False):  # DataParallel re-enters the caller's autocast state
             for _ in range(20):
                 results[index] = replica(X)
 
@@ -574,7 +575,7 @@ def test_an_fp32_head_gives_fp32_logits(line: str, compiled: bool) -> None:
     torch._dynamo.reset()
     model = Head()
     seen: list[torch.Tensor] = []
-    with castwise.Amp(line.format("head"), device="cpu") as amp:
+    with castwise.Amp(line.format("head"), device=DEVICE) as amp:
         amp.prepare(model)
         model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
         run = torch.compile(model, backend="aot_eager") if compiled else model
@@ -591,7 +592,7 @@ def test_neighbouring_fp32_regions_hand_fp32_on(line: str) -> None:
     plan = Plan.parse(line.format("norm") + "+regions.head=fp32")
     left, entered = [], []
     model.norm.register_forward_hook(lambda _, args, out: left.append(out.detach().clone()))
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model)
         model.head.register_forward_pre_hook(lambda _, args: entered.append(args[0].detach().clone()))
         model(X).sum().backward()
@@ -605,7 +606,7 @@ def test_what_was_written_to_a_rounded_output_counts() -> None:
             with torch.no_grad():
                 return self.head(self.norm(self.body(x)).mul_(0))
 
-    with castwise.Amp("bf16-true+regions.norm=fp32+regions.head=fp32", device="cpu") as amp:
+    with castwise.Amp("bf16-true+regions.norm=fp32+regions.head=fp32", device=DEVICE) as amp:
         model = Model()
         amp.prepare(model)
         assert torch.equal(model(X), model.head.bias.expand(8, 4))
@@ -626,7 +627,7 @@ def test_a_loss_kept_in_fp32_does_not_become_infinite_on_its_way_out(line: str) 
             out = super().forward(x)
             return {"loss": 0.5 * self.loss(out), "out": out}
 
-    with castwise.Amp(f"{line}+regions.loss=fp32", device="cpu") as amp:
+    with castwise.Amp(f"{line}+regions.loss=fp32", device=DEVICE) as amp:
         model = Model()
         amp.prepare(model)
         out = model(X)
@@ -650,7 +651,7 @@ def test_a_region_in_the_format_around_it_casts_side_inputs(line: str) -> None:
             return self.side(super().forward(x), torch.ones(4))
 
     seen: list[tuple[torch.dtype, torch.dtype]] = []
-    with castwise.Amp(f"{line}+regions.side=bf16", device="cpu") as amp:
+    with castwise.Amp(f"{line}+regions.side=bf16", device=DEVICE) as amp:
         model = Model()
         amp.prepare(model)
         model(X)
@@ -660,7 +661,7 @@ def test_a_region_in_the_format_around_it_casts_side_inputs(line: str) -> None:
 @pytest.mark.parametrize("inside", ["fp64", "fp16"])
 def test_formats_that_operators_around_refuse_leave_in_fp32(inside: str) -> None:
     dtypes = []
-    with castwise.Amp(f"bf16-mixed+regions.norm={inside}", device="cpu") as amp:
+    with castwise.Amp(f"bf16-mixed+regions.norm={inside}", device=DEVICE) as amp:
         model = Head()
         amp.prepare(model)
         model.head.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
@@ -677,7 +678,7 @@ def test_an_lstm_that_onednn_lacks_runs_low_by_torchs_own_kernels(
     torch.manual_seed(0)
     model, x = nn.LSTM(6, 4, batch_first=True), torch.randn(3, 5, 6)
     exact = model(x)[0]
-    castwise.Amp(line, device="cpu").prepare(model)
+    castwise.Amp(line, device=DEVICE).prepare(model)
     out = model(x)[0]
     out.float().sum().backward()
     off = (out.float() - exact).abs().max()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import castwise
 from castwise.core.model import complaints
 from castwise.core.model.complaints import cures
+from tests.here import DEVICE
 
 LOW = ("bf16-mixed", "fp16-mixed", "bf16-master", "bf16-true")
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -42,7 +43,7 @@ class Net(nn.Module):
 
 
 def prepared(plan: str, call: Callable[[Net, Tensor], Any]) -> tuple[castwise.Amp, Net]:
-    model, amp = Net(call), castwise.Amp(plan, device="cpu")
+    model, amp = Net(call), castwise.Amp(plan, device=DEVICE)
     amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     return amp, model
 
@@ -211,7 +212,7 @@ def test_a_norm_inside_of_transforms_is_tried_inside_of_vmap() -> None:
 
 def turned_off(self: Net, x: Tensor) -> Tensor:
     low = self.layer(x)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(DEVICE, enabled=False):
         return x @ low
 
 
@@ -230,17 +231,17 @@ class Frozen(nn.Module):
         self.frozen = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return torch.lerp(self.frozen, x, 0.5)
 
 
 def test_frozen_parameters_that_arrived_low_may_be_stored_wide() -> None:
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         model = Frozen()
         amp.prepare(model, torch.optim.SGD(model.layer.parameters(), 0.1))
         with pytest.raises(RuntimeError, match=r"by prepare\(\.\.\., widen='all'\)"):
             model(X)
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         model = Frozen()
         amp.prepare(model, torch.optim.SGD(model.layer.parameters(), 0.1), widen="all")
         model(X)
@@ -256,12 +257,12 @@ class Table(nn.Module):
 
 
 def test_a_buffer_that_is_kept_wide_may_be_stored_low() -> None:
-    amp, model = castwise.Amp("bf16-true", device="cpu"), nn.Sequential(Table())
+    amp, model = castwise.Amp("bf16-true", device=DEVICE), nn.Sequential(Table())
     amp.prepare(model)
     with amp, pytest.raises(RuntimeError, match=r"Region\('0', params='bf16'\)"):
         model(X)
     model = nn.Sequential(Table())
-    with castwise.Amp("bf16-true+regions.0=params:bf16", device="cpu") as amp:
+    with castwise.Amp("bf16-true+regions.0=params:bf16", device=DEVICE) as amp:
         amp.prepare(model)
         model(X)
 
@@ -349,7 +350,7 @@ def test_trying_leaves_everything_as_it_was() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert torch.equal(model.layer.weight.grad, torch.ones(8, 8))
         assert castwise.casting.frames.depth() == 0
-        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled(DEVICE)
 
 
 def test_what_was_half_written_is_not_written_again() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise.core.casting.trees import map_tensors
+from tests.here import DEVICE
 from tests.soak import every
 
 PARTS = 48
@@ -43,7 +44,7 @@ class Calls(nn.Module):
         if self.autocast:
             self.call(*self.given, **self.named)
             return
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             self.call(*self.given, **self.named)
 
 
@@ -84,7 +85,7 @@ def run(
 ) -> None:
     model = Calls()
     model.call, model.given, model.named, model.autocast = call, given, named, autocast
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(model)
         model()
 
@@ -133,7 +134,7 @@ def test_the_printed_cure_cures(part: int, samples: list[Any]) -> None:
     torch.manual_seed(part)
     found, tried = [], 0
     for op in samples[part::PARTS]:
-        for sample in itertools.islice(op.sample_inputs("cpu", torch.float32), 2):
+        for sample in itertools.islice(op.sample_inputs(DEVICE, torch.float32), 2):
             whole = ([sample.input, *sample.args], dict(sample.kwargs))
             for (plan, dtype), (kind, low) in itertools.product(PLANS.items(), LOW.items()):
                 given, named = with_low(whole, low, dtype)

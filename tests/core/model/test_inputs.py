@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from castwise import Amp, Plan, Region
+from tests.here import DEVICE
 
 MASTERS = ("bf16-master", "fp16-master")
 ROUNDS = ("bf16-true", "fp16-true", "O2", "O3", "naive")
@@ -35,7 +36,7 @@ class Denoiser(nn.Module):
 
 def prepared(plan: Any, **how: Any) -> tuple[Amp, Any, torch.optim.Optimizer]:
     model = Denoiser()
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     return amp, *amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1), **how)
 
 
@@ -86,7 +87,7 @@ def test_inputs_that_meet_low_parameters(plan: str) -> None:
             return x @ self.table.T
 
     model = Meets()
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     amp.backward(model(torch.randn(4, 8)).square().mean())
 
@@ -144,7 +145,7 @@ def test_a_region_rounds_at_its_own_border() -> None:
     """A region's floating inputs are cast whatever surrounds it, as documented."""
     model = nn.Sequential(Wrapped())
     plan = dataclasses.replace(Plan.preset("bf16-master"), regions=(Region("0", compute="bf16"),))
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     amp.prepare(model)
     model(torch.randn(2, 8))
     assert model[0].seen[0].dtype is torch.bfloat16

@@ -18,6 +18,7 @@ import castwise
 from castwise.core.casting.kernels import registered
 from castwise.core.plans import rules, tables
 from castwise.core.plans.plan import PRESETS
+from tests.here import DEVICE
 from tests.soak import each_value, every, pairs, some
 
 MASTERS = ["bf16-master", "fp16-master"]
@@ -122,7 +123,7 @@ def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     plan = castwise.Plan.preset(name.partition("+")[0])
     more = "+loss_scale.init=1024" if "fp16" in name else ""
-    with castwise.Amp(name + more, device="cpu") as amp, warnings.catch_warnings():
+    with castwise.Amp(name + more, device=DEVICE) as amp, warnings.catch_warnings():
         warnings.simplefilter("error")
         amp.prepare(model, optimizer)
         for training in (True, False):
@@ -141,7 +142,7 @@ def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:
                 assert off(model(IDS), exact(IDS)) < 2 * ROUNDING[plan.compute_dtype]
         amp.backward(model(IDS).square().mean())
         assert not amp.step(optimizer).skipped
-    assert not registered("cpu")
+    assert not registered(DEVICE)
 
 
 @every(2, 1)
@@ -149,7 +150,7 @@ def test_low_weights_take_wide_inputs(kind: str, name: str) -> None:
 def test_compiled_with_fullgraph_they_run_as_eager_ones(kind: str, name: str) -> None:
     torch._dynamo.reset()
     model = made(kind)
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         found = []
@@ -166,7 +167,7 @@ def test_a_wide_input_of_a_norm_is_not_rounded(kind: str) -> None:
     model = made(kind)
     seen: list[torch.dtype] = []
     model.after.register_forward_hook(lambda module, args, out: seen.extend((args[0].dtype, out.dtype)))
-    with castwise.Amp("bf16-master", device="cpu") as amp:
+    with castwise.Amp("bf16-master", device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         model(IDS)
     assert seen == [torch.float32, torch.float32]
@@ -180,10 +181,12 @@ def test_low_inputs_are_taken_as_without_the_rows(kind: str, monkeypatch: pytest
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), AFTER[kind](), nn.Linear(16, 3))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with castwise.Amp("bf16-master", device="cpu") as amp:
+        with castwise.Amp("bf16-master", device=DEVICE) as amp:
             amp.prepare(model, optimizer)
             for seed in range(3):
-                x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed))
+                x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(seed), device="cpu").to(
+                    DEVICE
+                )
                 amp.backward(model(x).square().mean())
                 amp.step(optimizer)
                 optimizer.zero_grad()
@@ -193,13 +196,13 @@ def test_low_inputs_are_taken_as_without_the_rows(kind: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "bf16-true", "O1", "fp32"])
 def test_other_plans_get_no_such_rows(name: str) -> None:
-    assert not castwise.Amp(name, device="cpu").resolve(nn.LayerNorm(4)).mixes
+    assert not castwise.Amp(name, device=DEVICE).resolve(nn.LayerNorm(4)).mixes
 
 
 def test_models_of_matrix_products_and_plans_that_say_otherwise_get_no_such_rows() -> None:
-    assert not castwise.Amp("bf16-master", device="cpu").resolve(nn.Linear(4, 4)).mixes
+    assert not castwise.Amp("bf16-master", device=DEVICE).resolve(nn.Linear(4, 4)).mixes
     model = made("LayerNorm")
-    with castwise.Amp("bf16-master+ops.layer_norm=as_is", device="cpu") as amp:
+    with castwise.Amp("bf16-master+ops.layer_norm=as_is", device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         with pytest.raises(RuntimeError, match="mixed dtype"):
             model(IDS)
@@ -275,7 +278,7 @@ _COMPILED = pairs(ROTATIONS, ["bf16-master", "bf16-true", "O2"])
 def test_parametrizations_train_as_in_fp32_under_every_preset(
     kind: str, names: list[str], compiled: bool
 ) -> None:
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
     want = None
     for name in ("fp32", *names):
         torch.manual_seed(3)
@@ -285,7 +288,7 @@ def test_parametrizations_train_as_in_fp32_under_every_preset(
         if compiled and name != "fp32":
             torch._dynamo.reset()
             run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        with castwise.Amp(name, device="cpu") as amp:
+        with castwise.Amp(name, device=DEVICE) as amp:
             amp.prepare(model, optimizer)
             for _ in range(10):
                 amp.backward(run(x).square().mean())
@@ -298,7 +301,7 @@ def test_parametrizations_train_as_in_fp32_under_every_preset(
 
 def test_weights_computed_by_weight_norm_get_no_border() -> None:
     model = nn.Sequential(ROTATIONS["weight_norm"](), nn.Linear(8, 3))
-    assert castwise.Amp("bf16-true", device="cpu").resolve(model).borders == ()
+    assert castwise.Amp("bf16-true", device=DEVICE).resolve(model).borders == ()
 
 
 _LOW = torch.eye(5) * 2 + 0.1
@@ -330,6 +333,6 @@ def test_a_model_calls_linear_algebra_on_weights_stored_low(
 
     model = Own()
     want = model()
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         torch.testing.assert_close(model().float(), want, rtol=0.02, atol=0.02)

@@ -14,6 +14,7 @@ from castwise import Plan, Region
 from castwise.core.model.resolve import resolve
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import PatternError
+from tests.here import DEVICE
 from tests.soak import every
 
 NAMES = [name for name in PRESETS if name != "tf32"]
@@ -47,7 +48,7 @@ class State(nn.Module):
 def test_state_that_a_model_keeps_is_not_a_weight(name: str) -> None:
     model = State()
     before = {key: value.dtype for key, value in model.named_buffers()}
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         amp.prepare(model, optimizer)
         for _ in range(300):
@@ -73,7 +74,7 @@ def test_the_rotary_table_of_a_llama_keeps_its_digits(name: str) -> None:
     )
     model = LlamaForCausalLM(config)
     exact = model.model.rotary_emb.inv_freq.clone()
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         assert torch.equal(model.model.rotary_emb.inv_freq, exact)
         ids = torch.arange(12).reshape(1, -1)
@@ -100,7 +101,7 @@ def test_a_layer_under_spectral_norm_trains(name: str) -> None:
         parametrizations.spectral_norm(nn.Linear(8, 8)), nn.utils.spectral_norm(nn.Linear(8, 4))
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         amp.backward(1e-3 * model(torch.randn(4, 8)).square().mean())
         assert not amp.step(optimizer).skipped
@@ -119,7 +120,7 @@ def test_resolving_changes_nothing(name: str) -> None:
 
 
 def test_it_prints_what_it_decided() -> None:
-    amp = castwise.Amp("bf16-true+regions.norm=fp32", device="cpu")
+    amp = castwise.Amp("bf16-true+regions.norm=fp32", device=DEVICE)
     text = str(amp.resolve(State()))
     assert text.splitlines()[0] == "bf16-true+regions.norm=fp32 on State"
     assert "norm    fp32     fp32            in bf16" in text
@@ -134,7 +135,7 @@ def test_it_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = castwise.core.model.resolve.assign
     monkeypatch.setattr(castwise.core.model.resolve, "assign", lambda *args: calls.append(1) or real(*args))
-    castwise.Amp("bf16-master", device="cpu").prepare(State())
+    castwise.Amp("bf16-master", device=DEVICE).prepare(State())
     assert len(calls) == 1
 
 

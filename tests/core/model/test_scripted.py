@@ -15,6 +15,7 @@ from castwise import Amp, Plan, Region
 from castwise.core._torch.release import RELEASE
 from castwise.core.casting import frames, kernels
 from castwise.errors import PatternError, StateError
+from tests.here import DEVICE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit"),
@@ -44,7 +45,7 @@ class Net(nn.Module):
 
 def train(plan: Any, model: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     amp.prepare(model, optimizer)
     for _ in range(3):
         amp.backward(model(torch.randn(4, 8)).square().mean())
@@ -74,7 +75,7 @@ def test_parts_train_under_plans_that_cast_no_operators(kind: str) -> None:
 @pytest.mark.parametrize("pattern", ["inner.0", "inner.*", "type:BatchNorm*", "type:_BatchNorm"])
 def test_a_region_inside_is_refused(kind: str, pattern: str) -> None:
     with pytest.raises(PatternError, match=r"matches only 'inner\..*torch calls no hooks"):
-        Amp(with_region(Region(pattern, compute="fp32")), device="cpu").prepare(Net(kind))
+        Amp(with_region(Region(pattern, compute="fp32")), device=DEVICE).prepare(Net(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,14 +83,14 @@ def test_a_region_that_some_escape_says_which(kind: str) -> None:
     with pytest.warns(
         UserWarning, match=r"Region\('type:Linear'\) does not reach inner.0: .*torch calls no hooks"
     ):
-        Amp(with_region(Region("type:Linear", compute="fp32")), device="cpu").prepare(Net(kind))
+        Amp(with_region(Region("type:Linear", compute="fp32")), device=DEVICE).prepare(Net(kind))
 
 
 def test_a_region_around_works_where_hooks_do() -> None:
     plan = with_region(Region("inner", compute="fp32"))
     assert train(plan, Net("traced")) is torch.float32
     with pytest.raises(PatternError, match="a scripted module runs scripted code"):
-        Amp(plan, device="cpu").prepare(Net("scripted"))
+        Amp(plan, device=DEVICE).prepare(Net("scripted"))
     wrapped = Net("scripted")
     wrapped.inner = nn.Sequential(wrapped.inner)
     assert train(plan, wrapped) is torch.float32
@@ -97,7 +98,7 @@ def test_a_region_around_works_where_hooks_do() -> None:
 
 def test_storage_knows_what_a_part_was_made_from() -> None:
     model = Net("scripted")
-    Amp("O2", device="cpu").prepare(model)
+    Amp("O2", device=DEVICE).prepare(model)
     assert {name: p.dtype for name, p in model.inner.named_parameters()} == {
         "0.weight": torch.float16, "0.bias": torch.float16, "1.weight": torch.float32, "1.bias": torch.float32,
     }  # fmt: skip
@@ -106,7 +107,7 @@ def test_storage_knows_what_a_part_was_made_from() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_model_is_refused(kind: str) -> None:
     with pytest.raises(StateError, match="a scripted or traced model runs compiled code"):
-        Amp("bf16-mixed", device="cpu").prepare(Net(kind).inner)
+        Amp("bf16-mixed", device=DEVICE).prepare(Net(kind).inner)
 
 
 # --- torch.export -----------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ def test_a_whole_model_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-mixed", "bf16-master", "bf16-mixed+rules=cuda"])
 def test_export_of_casts_is_refused(plan: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     amp.prepare(model)
     example = (torch.randn(4, 8),)
     with pytest.raises(StateError, match=r"torch.export of a prepared Sequential: .*amp.close\(\)"):
@@ -134,10 +135,10 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.plan = plan
-        self.block = castwise.autocast(plan, device_type="cpu") if made_before else None
+        self.block = castwise.autocast(plan, device_type=DEVICE) if made_before else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        block = castwise.autocast(self.plan, device_type="cpu") if self.block is None else self.block
+        block = castwise.autocast(self.plan, device_type=DEVICE) if self.block is None else self.block
         with block:
             y = self.linear(x)
         return y + 1, torch.exp(y)
@@ -160,11 +161,11 @@ def test_export_of_an_autocast_inside_forward(plan: Any, made_before: bool, stri
         assert [one.dtype for one in exported] == [one.dtype for one in expected]
         assert all(map(torch.equal, exported, expected))
     assert all(map(torch.equal, model(x), expected))
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(DEVICE)
     del model
     frames._kept.clear()  # frames kept for backward passes
     gc.collect()
-    assert not kernels.registered("cpu")
+    assert not kernels.registered(DEVICE)
 
 
 # --- torch.jit ------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_export_of_an_autocast_inside_forward(plan: Any, made_before: bool, stri
 def test_scripting_a_prepared_model_is_refused(plan: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 1)))
     x = torch.randn(4, 8)
-    amp = Amp(plan, device="cpu")
+    amp = Amp(plan, device=DEVICE)
     amp.prepare(model)
     expected = model(x)
     for whole in (model, nn.Sequential(model)):
@@ -188,7 +189,7 @@ def test_scripting_a_prepared_model_is_refused(plan: str) -> None:
 @pytest.mark.parametrize("plan", ["fp32", "bf16-true", "fp16-true"])
 def test_export_without_casts_of_operators_works(plan: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    Amp(plan, device="cpu").prepare(model)
+    Amp(plan, device=DEVICE).prepare(model)
     example = (torch.randn(4, 8),)
     exported = torch.export.export(model, example).module()
     torch.testing.assert_close(exported(*example), model(*example))

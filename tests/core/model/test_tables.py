@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import castwise
 from castwise.core.model.borders import Border
+from tests.here import DEVICE
 from tests.soak import each_value
 
 WITHOUT_AUTOCASTING = ["bf16-true", "fp16-true", "O2", "naive"]
@@ -133,7 +134,7 @@ def tables(model: nn.Module) -> dict[str, Tensor]:
 
 
 def data() -> Tensor:
-    return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
+    return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1), device="cpu").to(DEVICE)
 
 
 @each_value()
@@ -144,7 +145,7 @@ def test_tables_stay_and_their_model_runs(kind: str, name: str) -> None:
     model = MODELS[kind]()
     exact, before = copy.deepcopy(model), copy.deepcopy(tables(model))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         assert all(b.dtype is torch.float32 and torch.equal(b, before[n]) for n, b in tables(model).items())
         model.eval(), exact.eval()
@@ -164,7 +165,7 @@ def test_tables_stay_and_their_model_runs(kind: str, name: str) -> None:
 
 def test_a_table_is_rounded_once_and_with_what_it_is_added_to() -> None:
     model = around(PositionalEncoding)
-    with castwise.Amp("bf16-true", device="cpu") as amp:
+    with castwise.Amp("bf16-true", device=DEVICE) as amp:
         amp.prepare(model)
         seen: list[Tensor] = []
         model[0].register_forward_hook(lambda module, args, out: seen.append(out))
@@ -177,7 +178,7 @@ def test_a_table_is_rounded_once_and_with_what_it_is_added_to() -> None:
 def test_an_average_in_a_table_moves_as_in_fp32() -> None:
     model = around(Codebook)
     exact = copy.deepcopy(model[1])
-    with castwise.Amp("bf16-true", device="cpu") as amp:
+    with castwise.Amp("bf16-true", device=DEVICE) as amp:
         amp.prepare(model)
         model[1].register_forward_pre_hook(lambda module, args: (args, exact(args[0].float()))[0])
         with torch.no_grad():
@@ -201,7 +202,7 @@ def test_what_is_fp32_alone_is_not_rounded_beside_parameters(name: str) -> None:
             return self.inner(x * self.angles[: x.shape[1]].cos())
 
     model = around(Rotary)
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model)
         model(data())
         assert torch.equal(model[1].angles, model[1].moments * model[1].frequencies)
@@ -210,7 +211,7 @@ def test_what_is_fp32_alone_is_not_rounded_beside_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", [*WITHOUT_AUTOCASTING, "bf16-mixed", "bf16-master", "O1"])
 def test_models_without_tables_get_one_border(name: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout())
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model)
         assert [place.path for place in amp.resolve(model).borders] == []
         assert not any(module._forward_hooks for module in model[:])
@@ -218,7 +219,7 @@ def test_models_without_tables_get_one_border(name: str) -> None:
 
 def test_tables_where_operators_are_cast_get_no_border() -> None:
     for name in ("bf16-mixed", "fp16-mixed", "bf16-master", "O1", "fp32"):
-        assert castwise.Amp(name, device="cpu").resolve(around(Attention)).borders == ()
+        assert castwise.Amp(name, device=DEVICE).resolve(around(Attention)).borders == ()
 
 
 # --- regions that set a format for tables ----------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_tables_where_operators_are_cast_get_no_border() -> None:
 )
 def test_a_region_says_how_a_table_is_stored(region: str, stored: torch.dtype, border: bool) -> None:
     model = around(PositionalEncoding)
-    with castwise.Amp(f"bf16-true+regions.{region}", device="cpu") as amp:
+    with castwise.Amp(f"bf16-true+regions.{region}", device=DEVICE) as amp:
         amp.prepare(model)
         assert model[1].pe.dtype is stored
         assert bool(amp.resolve(around(PositionalEncoding)).borders) is border
@@ -255,7 +256,7 @@ def test_a_region_inside_a_module_that_runs_in_fp32_keeps_its_own_format() -> No
             return x + self.inner[1](x.flatten(0, 1), torch.zeros(12, dtype=torch.long)) + self.inner[0](x)
 
     model = around(Outer)
-    with castwise.Amp("bf16-true+regions.1.inner.0=bf16", device="cpu") as amp:
+    with castwise.Amp("bf16-true+regions.1.inner.0=bf16", device=DEVICE) as amp:
         resolution = amp.resolve(model)
         assert resolution.places["1.inner.0"].compute == "bf16"
         assert resolution.places["1.inner.0"].around == "fp32"
@@ -275,7 +276,7 @@ def test_compiled_models_with_tables_run_whole_and_as_eager_ones(kind: str, name
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MODELS[kind]()
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         for run in (model, compiled):
@@ -293,7 +294,7 @@ def test_compiled_models_with_tables_run_whole_and_as_eager_ones(kind: str, name
 def test_copies_of_prepared_models_with_tables_run_the_same(kind: str) -> None:
     torch.manual_seed(0)
     model = MODELS[kind]().eval()
-    with castwise.Amp("bf16-true", device="cpu") as amp:
+    with castwise.Amp("bf16-true", device=DEVICE) as amp:
         amp.prepare(model)
         with torch.no_grad():
             assert torch.equal(copy.deepcopy(model)(data()), model(data()))
@@ -305,7 +306,7 @@ def test_tables_at_inference(kind: str) -> None:
     model = MODELS[kind]().eval()
     with torch.inference_mode():
         want = model(data())
-        with castwise.Amp("bf16-true", device="cpu") as amp:
+        with castwise.Amp("bf16-true", device=DEVICE) as amp:
             amp.prepare(model, inference=True, keep_originals=True)
             assert all(buffer.dtype is torch.float32 for buffer in tables(model).values())
             assert float((model(data()) - want).norm() / want.norm()) < ROUNDING[torch.bfloat16]
@@ -315,7 +316,9 @@ def test_a_model_on_the_meta_device_resolves_as_one_in_memory() -> None:
     with torch.device("meta"):
         bare = MODELS["attention"]()
     plan = castwise.Plan.preset("bf16-true")
-    there, here = (castwise.Amp(plan, device="cpu").resolve(model) for model in (bare, MODELS["attention"]()))
+    there, here = (
+        castwise.Amp(plan, device=DEVICE).resolve(model) for model in (bare, MODELS["attention"]())
+    )
     assert there.places == here.places
 
 
@@ -371,7 +374,7 @@ def test_models_of_transformers_with_tables_train_and_run(kind: str, more: dict[
     exact = copy.deepcopy(model).eval()
     before = copy.deepcopy(tables(model))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with castwise.Amp(name, device="cpu") as amp:
+    with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, optimizer)
         assert {n: b.dtype for n, b in tables(model).items()} == {n: b.dtype for n, b in before.items()}
         model.eval()
@@ -420,21 +423,21 @@ class Vectors(nn.Module):
 def test_a_mismatch_beside_a_table_names_what_cures_it(
     make: Callable[[], nn.Module], last: str, pattern: str
 ) -> None:
-    with castwise.Amp("bf16-true", device="cpu") as amp:
+    with castwise.Amp("bf16-true", device=DEVICE) as amp:
         model = make()
         amp.prepare(model)
         with pytest.raises(RuntimeError) as caught:
             model(data())
     assert f"keep it in fp32, by Region('{last}', compute='fp32')" in str(caught.value)
     for cure in (f"{last}=fp32", f"{pattern}=params:bf16"):
-        with castwise.Amp(f"bf16-true+regions.{cure}", device="cpu") as amp:
+        with castwise.Amp(f"bf16-true+regions.{cure}", device=DEVICE) as amp:
             amp.prepare(model)
             assert model(data()).isfinite().all()
 
 
 def test_borders_around_tables_are_borders() -> None:
     model = around(PositionalEncoding)
-    with castwise.Amp("bf16-true", device="cpu") as amp:
+    with castwise.Amp("bf16-true", device=DEVICE) as amp:
         amp.prepare(model)
         (hook,) = model[1]._forward_hooks.values()
         assert isinstance(hook.__self__, Border)

@@ -13,6 +13,7 @@ import castwise
 from castwise import Amp
 from castwise.core._torch.tensors import dense_values, is_dense, to_dense
 from castwise.errors import StateError, WorkloadError
+from tests.here import DEVICE
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning"),
@@ -64,7 +65,7 @@ def train(model: Any, plan: str | None, momentum: float = 0.0, *, bad: bool = Fa
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
     amp = None
     if plan is not None:
-        amp = Amp(plan, device="cpu")
+        amp = Amp(plan, device=DEVICE)
         amp.prepare(model, optimizer)
     for number in range(3):
         loss = model(torch.ones(8, 8)).float().square().mean() / 64
@@ -128,7 +129,7 @@ def test_parameters_that_a_plan_would_store_low_are_refused_in_words(layout: str
     with pytest.raises(
         StateError, match=r"prepare: matrix is (torch\.|nested).* and the plan stores it in bfloat16"
     ):
-        Amp(plan, device="cpu").prepare(model)  # fmt: skip
+        Amp(plan, device=DEVICE).prepare(model)  # fmt: skip
 
 
 def test_diagnoses_take_them() -> None:

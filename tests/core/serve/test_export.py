@@ -7,6 +7,7 @@ import copy
 import io
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from castwise import Plan
 from castwise.core.casting import frames
 from castwise.core.plans.plan import PRESETS
 from castwise.errors import PatternError, PlanError, StateError
+from tests.here import DEVICE
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,16 +81,23 @@ class Tied(nn.Module):
 
 
 def floats(seed: int = 0, batch: int = 3, length: int = 5) -> Tensor:
-    return torch.randn(batch, length, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(batch, length, 8, generator=torch.Generator().manual_seed(seed), device="cpu").to(
+        DEVICE
+    )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "attention": (model, floats),
-    "images": (images, lambda: torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))),
+    "images": (
+        images,
+        lambda: torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE),
+    ),
     "recurrent": (lambda: Recurrent().eval(), floats),
     "tied": (
         lambda: Tied().eval(),
-        lambda: torch.randint(10, (2, 5), generator=torch.Generator().manual_seed(0)),
+        lambda: torch.randint(10, (2, 5), generator=torch.Generator().manual_seed(0), device="cpu").to(
+            DEVICE
+        ),
     ),
 }
 PLANS = [*PRESETS, "bf16-mixed+ops.gelu=lower", "bf16-mixed+ops.scaled_dot_product_attention=unfused",
@@ -98,7 +107,7 @@ PLANS = [*PRESETS, "bf16-mixed+ops.gelu=lower", "bf16-mixed+ops.scaled_dot_produ
 def prepared(given: nn.Module, plan: str, *args: Any) -> Any:
     """Return the model's output under the plan."""
     copied = copy.deepcopy(given)
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(copied, inference=True, keep_originals=True)
         with torch.no_grad():
             return copied(*args)
@@ -129,20 +138,16 @@ def test_a_program_gives_what_the_prepared_model_gives(case: str, plan: str) -> 
     make, feed = CASES[case]
     given, x = make(), feed()
     before = photograph(given)
-    # torch.export decomposes an LSTM, whose fused kernel rounds less often
-    apart = (
-        pytest.warns(UserWarning, match="outputs of the exported Recurrent differ")
-        if case == "recurrent"
-        else contextlib.nullcontext()
-    )
-    with apart:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         program = castwise.export(given, plan, x)
-    got = program.module()(x)
-    for one, other in zip(leaves(got), leaves(prepared(given, plan, x)), strict=True):
-        assert one.dtype is other.dtype
-        assert torch.equal(one, other) or (
-            case == "recurrent" and torch.allclose(one, other, rtol=0.0, atol=0.01)
-        )
+    pairs = list(zip(leaves(program.module()(x)), leaves(prepared(given, plan, x)), strict=True))
+    assert all(one.dtype is other.dtype for one, other in pairs)
+    equal = all(torch.equal(one, other) for one, other in pairs)
+    # torch.export decomposes an LSTM; fused kernels, which not every machine has, round less often
+    assert equal or case == "recurrent"
+    assert all(torch.allclose(one, other, rtol=0.0, atol=0.01) for one, other in pairs)
+    assert equal != any("outputs of the exported Recurrent differ" in str(one.message) for one in said)
     assert unchanged(given, before)
     assert castwise.Amp.of(given) is None
     assert not any("castwise" in str(node.target) for node in program.graph.nodes)
@@ -191,9 +196,9 @@ def test_a_block_of_castwise_inside_of_the_model_is_in_the_graph() -> None:
             self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            with castwise.autocast("bf16-mixed+ops.linear=fp32", device_type="cpu"):
+            with castwise.autocast("bf16-mixed+ops.linear=fp32", device_type=DEVICE):
                 x = self.a(x)
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(DEVICE, enabled=False):
                 return self.b(x.to(self.b.weight.dtype))
 
     given, x = Block().eval(), floats()
@@ -202,7 +207,7 @@ def test_a_block_of_castwise_inside_of_the_model_is_in_the_graph() -> None:
 
 def test_torchs_own_export_of_a_prepared_model_is_refused_as_before_and_after() -> None:
     given, x = model(), floats()
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(given, inference=True, keep_originals=True)
         for _ in range(2):
             with pytest.raises(StateError, match=r"torch\.export of a prepared"):
@@ -230,7 +235,7 @@ def test_a_model_in_training_mode_or_prepared_is_refused(call: Callable[[nn.Modu
     with pytest.raises(StateError, match=r"3 of this Sequential is in training mode.*model.eval\(\)"):
         call(given)
     given.eval()
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(given)
         with pytest.raises(StateError, match=r"prepared.*amp.close\(\)"):
             call(given)
@@ -287,7 +292,7 @@ def test_a_program_begins_with_the_buffers_that_the_model_has(replaced: bool) ->
         program = castwise.export(given, "bf16-mixed", x)
     assert float(given.count) == float(program.state_dict["count"]) == 0.0
     run, by_model = program.module(), copy.deepcopy(given)
-    with castwise.Amp("bf16-mixed", device="cpu") as amp, torch.no_grad():
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp, torch.no_grad():
         amp.prepare(by_model, inference=True, keep_originals=True)
         for _ in range(1 if replaced else 3):
             assert torch.equal(run(x), by_model(x))
@@ -342,8 +347,15 @@ def test_a_baked_module_is_plain_and_gives_what_the_prepared_model_gives(case: s
     assert b"castwise" not in file.getvalue()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in plain.modules())
     fed = x.to(low) if low is not None and x.is_floating_point() and not parsed.autocasts else x
-    with torch.no_grad(), torch.autocast("cpu", low or torch.bfloat16, enabled=parsed.autocasts):
-        got = plain(fed)
+    with torch.no_grad(), torch.autocast(DEVICE, low or torch.bfloat16, enabled=parsed.autocasts):
+        try:
+            got = plain(fed)
+        except RuntimeError as error:
+            if "could not create a primitive" in str(error):
+                pytest.skip(
+                    "this machine has no LSTM in fp16 under torch.autocast; a session casts around it"
+                )
+            raise
     for one, other in zip(leaves(got), leaves(prepared(given, plan, x)), strict=True):
         assert torch.equal(one.to(other.dtype), other)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import castwise
+from tests.here import DEVICE
 
 transformers = pytest.importorskip("transformers")
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +44,7 @@ def made(make: Callable[[], nn.Module]) -> Any:
 
 def tokens(model: Any, cache: str) -> tuple[torch.Tensor, set[torch.dtype]]:
     """Return the tokens that a model generates and the formats of its cache."""
-    ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
     how = {} if cache == "dynamic" else {"cache_implementation": cache}
     with torch.inference_mode():
         out = model.generate(ids, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **how)
@@ -60,9 +61,9 @@ def test_tokens_are_those_of_the_loop_by_hand_and_the_cache_is_low(
     given, parsed = made(make), castwise.Plan.parse(plan)
     low = LOW[parsed.compute]
     by_hand = copy.deepcopy(given) if parsed.autocasts else copy.deepcopy(given).to(low)
-    with torch.autocast("cpu", low, enabled=parsed.autocasts):  # autocast fails on Llama with a static cache
+    with torch.autocast(DEVICE, low, enabled=parsed.autocasts):  # autocast fails on Llama with a static cache
         want = tokens(by_hand, "dynamic" if make is llama else cache)[0]
-    with castwise.Amp(plan, device="cpu") as amp:
+    with castwise.Amp(plan, device=DEVICE) as amp:
         amp.prepare(given, inference=True, keep_originals=True)
         got, formats = tokens(given, cache)
     assert torch.equal(got, want)
@@ -72,13 +73,13 @@ def test_tokens_are_those_of_the_loop_by_hand_and_the_cache_is_low(
 def test_caches_of_other_models_and_of_training_are_left_alone() -> None:
     update = transformers.cache_utils.Cache.update
     given, other = made(llama), made(llama)
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(given, inference=True, keep_originals=True)
         assert tokens(given, "dynamic")[1] == {torch.bfloat16}
         assert tokens(other, "dynamic")[1] == {torch.float32}
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             assert torch.float32 in tokens(other, "dynamic")[1]
-        with castwise.Amp("bf16-mixed", device="cpu") as second:
+        with castwise.Amp("bf16-mixed", device=DEVICE) as second:
             second.prepare(other, inference=True, keep_originals=True)
             assert tokens(other, "dynamic")[1] == {torch.bfloat16}
         assert tokens(given, "dynamic")[1] == {torch.bfloat16}
@@ -88,20 +89,20 @@ def test_caches_of_other_models_and_of_training_are_left_alone() -> None:
 
 def test_a_session_that_is_dropped_leaves_the_caches_to_the_next_that_closes() -> None:
     update = transformers.cache_utils.Cache.update
-    amp = castwise.Amp("bf16-mixed", device="cpu")
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
     amp.prepare(Odd(4, 4).eval(), inference=True)
     del amp
     gc.collect()
-    with castwise.Amp("bf16-mixed", device="cpu") as amp:
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
         amp.prepare(Odd(4, 4).eval(), inference=True, keep_originals=True)
     assert transformers.cache_utils.Cache.update is update
 
 
 def test_keys_and_values_stay_fp32_for_attention_in_fp32() -> None:
     given = made(llama)
-    ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0), device="cpu").to(DEVICE)
     plan = "bf16-mixed+ops.scaled_dot_product_attention=fp32"
-    with castwise.Amp(plan, device="cpu") as amp, torch.no_grad():
+    with castwise.Amp(plan, device=DEVICE) as amp, torch.no_grad():
         amp.prepare(given, inference=True, keep_originals=True)
         kept = given(ids, use_cache=True)
         assert torch.equal(kept.logits, given(ids, use_cache=False).logits)
@@ -141,14 +142,14 @@ def test_what_is_named_generate_and_is_no_method_of_the_class_stays() -> None:
     own.generate = lambda x: "mine"  # type: ignore[method-assign]
     for model in (own, Static(4, 4), Kind(4, 4), Late(4, 4), Held(4, 4)):
         before = dict(vars(model))
-        amp = castwise.Amp("bf16-mixed", device="cpu")
+        amp = castwise.Amp("bf16-mixed", device=DEVICE)
         amp.prepare(model.eval(), inference=True, keep_originals=True)
         assert vars(model).get("generate") is before.get("generate")
         amp.close()
         assert vars(model).get("generate") is before.get("generate")
     assert own.generate(1) == "mine"
     with (
-        castwise.Amp("bf16-mixed", device="cpu") as amp,
+        castwise.Amp("bf16-mixed", device=DEVICE) as amp,
         pytest.raises(castwise.CastwiseError, match="sequence of names"),
     ):
         amp.prepare(Odd(4, 4).eval(), inference=True, methods="encode")
@@ -168,7 +169,7 @@ def test_a_method_that_is_named_generate_runs_under_the_plan_in_inference_alone(
 
     model, x = Decoder().eval(), torch.ones(2, 4)
     for inference, want in ((True, torch.bfloat16), (False, torch.float32)):
-        with castwise.Amp("bf16-mixed", device="cpu") as amp, torch.no_grad():
+        with castwise.Amp("bf16-mixed", device=DEVICE) as amp, torch.no_grad():
             amp.prepare(model, **({"inference": True, "keep_originals": True} if inference else {}))
             assert model.generate(x) is want
             assert model(x).dtype is torch.float32

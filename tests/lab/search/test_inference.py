@@ -16,6 +16,8 @@ import castwise
 from castwise import Plan, Workload
 from castwise.errors import PlanError, StateError, WorkloadError
 from castwise.lab.search.axes import FP32, numerics_of
+from castwise.lab.search.contest import Contest
+from castwise.lab.search.final import Final
 from castwise.lab.timing.runners import InferenceRun, outputs_of, resized, served
 from tests.here import DEVICE
 
@@ -55,6 +57,18 @@ def batches(seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randn(16, 32, generator=generator)
+
+
+def test_a_model_that_is_low_as_a_whole_is_simpler_to_serve_than_one_with_casts() -> None:
+    mixed, low = Plan.parse("bf16-mixed"), Plan.parse("bf16-true")
+    workload = Workload("net", model=Net, batches=batches)
+    served, trained = Contest(workload, CPU, kind=InferenceRun), Contest(workload, CPU)
+    assert served.complexity(FP32) == 0.0 < served.complexity(low) < served.complexity(mixed)
+    assert trained.complexity(mixed) < trained.complexity(low)
+    equal = [[[0.001] * 4, [0.001001] * 4], [[0.001] * 4, [0.001001] * 4]]
+    for kind, simplest in ((served, low), (trained, mixed)):
+        final = Final([mixed, low], times_s=equal, complexity=kind.complexity)
+        assert next(final.in_turn([mixed, low])) == simplest
 
 
 def tune(model: nn.Module, **options: Any) -> castwise.TuneResult:

@@ -188,7 +188,8 @@ def tied(search: Search) -> list[Plan]:
     out = []
     for plan in _timed(search):
         ratio = speed(search, search.choice.plan, plan)
-        simpler = complexity(plan) < complexity(search.choice.plan)  # rejected because another plan is faster
+        weigh = search.final.complexity if search.final is not None else complexity
+        simpler = weigh(plan) < weigh(search.choice.plan)  # rejected because another plan is faster
         if not simpler and _is_sound(search, plan) and ratio is not None and ratio.low <= 1.0:
             out.append(plan)
     return out

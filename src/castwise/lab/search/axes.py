@@ -160,18 +160,22 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
     return dataclasses.replace(plan, ops=(*plan.ops, *ops)) if ops else None
 
 
-def complexity(plan: Plan) -> float:
+def complexity(plan: Plan, served: bool = False) -> float:
     """Return how complicated a plan is for a reader; 0 for fp32. Of equally good plans a search chooses the simplest.
 
     Extra regions and operator overrides count most. A low format, low storage and compiling count less; compiling changes no
     gradients, but takes time at each start. The memory format, the fused optimizer and kept host memory count almost nothing.
+
+    A model that is ``served`` loses no updates, so low storage adds nothing there: a model that is low as a whole is simpler
+    than one with casts between its operators.
     """
     usual = next(
         (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()
     )
     apart = set(plan.regions).difference(usual)
     out = 2.0 * (plan.compute != "fp32") + (plan.compute == "fp16")
-    out += 2.0 * (plan.params != "fp32") + (plan.master == "none" and plan.params != "fp32")
+    low = plan.params != "fp32"
+    out += plan.autocasts if served else 2.0 * low + (low and plan.master == "none")
     out += plan.rules not in ("native", "none")
     out += (plan.fp32_matmul != "as_is") + (plan.fp32_conv not in ("as_is", plan.fp32_matmul))
     out += 2.0 * len(plan.ops)

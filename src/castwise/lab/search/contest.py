@@ -21,7 +21,7 @@ from castwise.core.heap import can_keep
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.core.plans.words import in_words
 from castwise.core.session.process import Claim
-from castwise.lab.search.axes import storage_of
+from castwise.lab.search.axes import complexity, storage_of
 from castwise.lab.search.fates import Fate
 from castwise.lab.timing import stats
 from castwise.lab.timing.apart import Kind
@@ -142,6 +142,10 @@ class Contest:
             self._close(plan)
 
     # --- racing -------------------------------------------------------------------------------------------
+
+    def complexity(self, plan: Plan) -> float:
+        """Return how complicated a plan is for what is raced: :func:`~castwise.lab.search.axes.complexity`."""
+        return complexity(plan, served=self.kind is InferenceRun)
 
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3, heats: int = HEATS) -> list[Plan]:
         """Race plans and fp32 in several heats, and remove the clearly slower plans after each heat.

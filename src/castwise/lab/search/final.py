@@ -38,6 +38,7 @@ class Final:
         apart: Whether each plan had a process of its own.
         saves: If fp32 is timed only for comparison, the share of a step that another optimizer kernel or kept memory saves in
             fp32, measured separately.
+        complexity: How complicated a plan is.
         behind: For each pair (slower, faster) of uncompiled plans, how many times as fast the faster plan was in the race. Only
             pairs with a certain difference are there.
         go_on: Starts the given plans again, and those shown for comparison, until the choice is decided or the time runs out.
@@ -52,6 +53,7 @@ class Final:
     decision: Decision | None = None
     apart: bool = True
     saves: float = 0.0
+    complexity: Callable[[Plan], float] = complexity
     behind: Mapping[tuple[Plan, Plan], float] = field(default_factory=dict)
     go_on: Callable[[Collection[Plan], Refused], None] = lambda _left, _refused: None
 
@@ -115,7 +117,10 @@ class Final:
         left = [plan for plan in dict.fromkeys(plans) if self.seconds(plan) and plan not in self.failed]
         running = [plan for plan in left if len(self._times(plan)) == self.starts] or left
         while left:
-            weights, times_s = [complexity(plan) for plan in running], [self._times(plan) for plan in running]
+            weights, times_s = (
+                [self.complexity(plan) for plan in running],
+                [self._times(plan) for plan in running],
+            )
             plan = running[decide(weights, times_s, among(self.behind, running)).chosen]
             yield plan
             left = [one for one in left if one != plan and not refused(one)]
@@ -140,9 +145,9 @@ class Final:
     def _no_better(self, plan: Plan, chosen: Plan, ratio: stats.Ratio) -> str:
         if round(ratio.low, 2) > 1.0:  # as printed
             return f"not faster: takes {_interval(ratio)} times as long"
-        if complexity(plan) < complexity(chosen) and (ahead := self._ahead(plan, chosen)):
+        if self.complexity(plan) < self.complexity(chosen) and (ahead := self._ahead(plan, chosen)):
             return f"not faster: {ahead}"
-        simpler = complexity(chosen) < complexity(plan)
+        simpler = self.complexity(chosen) < self.complexity(plan)
         if ratio.value < 1.0 and simpler:
             sure = "at most 3 % faster" if ratio.low > 1.0 / MARGIN else "not known to be faster"
             if round(ratio.high, 2) < 1.0 and ratio.low <= 1.0 / MARGIN:  # as printed

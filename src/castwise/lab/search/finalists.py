@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
-from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of, run_with, storage_of
+from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, numerics_of, run_with, storage_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Context, Journal
 from castwise.lab.search.decision import LEAST as STARTS
@@ -64,7 +64,9 @@ def _slowness(contest: Contest, sound: Sequence[Plan]) -> dict[Plan, float]:
 
 def favourite(contest: Contest, sound: Sequence[Plan]) -> Plan:
     """Return the plan that the final comparison will most likely choose: the simplest of those about as fast as the fastest."""
-    return min((p for p, slower in _slowness(contest, sound).items() if slower <= MARGIN), key=complexity)
+    return min(
+        (p for p, slower in _slowness(contest, sound).items() if slower <= MARGIN), key=contest.complexity
+    )
 
 
 def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
@@ -84,10 +86,14 @@ def promising(contest: Contest, plans: Sequence[Plan]) -> list[Plan]:
     for plan in near:
         kinds.setdefault(numerics_of(plan), []).append(plan)
     one_each = [
-        min((plan for plan in alike if over[plan] <= MARGIN * over[alike[0]]), key=complexity)
+        min((plan for plan in alike if over[plan] <= MARGIN * over[alike[0]]), key=contest.complexity)
         for alike in kinds.values()
     ]
-    simpler = [plan for plan in one_each if complexity(numerics_of(plan)) < complexity(numerics_of(near[0]))]
+    simpler = [
+        plan
+        for plan in one_each
+        if contest.complexity(numerics_of(plan)) < contest.complexity(numerics_of(near[0]))
+    ]
     first = [plan for plan in [favourite(contest, plans)] if plan != FP32]
     return list(dict.fromkeys([*first, *near[:1], *simpler, *one_each, *near, *order]))
 
@@ -110,7 +116,9 @@ def in_vain(contest: Contest, plan: Plan, sound: Sequence[Plan]) -> Plan | None:
     kinds = {dataclasses.replace(numerics_of(other), ops=()) for other in sound} - {FP32}
     for rival in sound:
         safe = len(kinds) > 1 or numerics_of(rival) in (FP32, numerics_of(plan))
-        simple = storage_of(rival) == storage_of(plan) and complexity(rival) <= complexity(plan)
+        simple = storage_of(rival) == storage_of(plan) and contest.complexity(rival) <= contest.complexity(
+            plan
+        )
         if safe and simple and rival != plan:
             ratio = contest.ratio(plan, over=rival)
             if ratio is not None and ratio.value < WORTH and ratio.high < AT_MOST:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from castwise.core.plans.plan import Plan
-from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, complexity, numerics_of
+from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Context
 from castwise.lab.search.decision import BEHIND, LEAST, ROUNDS, among, settle
@@ -54,7 +54,7 @@ def race_final(
     ]
     plans = list(dict.fromkeys([FP32, *eligible, *shows]))
     choice = {FP32, *eligible}.difference(beside)
-    final = Final(plans, choice=choice, behind=_behind_in_race(contest, plans))
+    final = Final(plans, choice=choice, complexity=contest.complexity, behind=_behind_in_race(contest, plans))
     taken_s = 0.0
 
     def over() -> bool:
@@ -105,7 +105,7 @@ def race_final(
             return frozenset(i for i, plan in enumerate(plans) if those(plan))
 
         final.decision, final.times_s = settle(
-            [complexity(plan) for plan in plans], start, is_over=is_over, reference=places(lambda plan: plan == FP32),
+            [contest.complexity(plan) for plan in plans], start, is_over=is_over, reference=places(lambda plan: plan == FP32),
             beside=places(lambda plan: plan not in left), times=final.times_s,
             without=places(lambda plan: (plan in choice and bool(refused(plan))) or plan in final.failed),
             behind=among(final.behind, plans),
