@@ -15,6 +15,7 @@ Record = Mapping[str, Any]
 
 FEW = 6
 """An interval is called wide if it comes from fewer rounds in one process, or fewer starts, than this."""
+_STEPS = {"training": "training step", "inference": "inference"}
 MOST = 6
 """Largest number of plans that are shown on one screen."""
 _UNMEASURED = ("unsupported", "failed")
@@ -41,19 +42,20 @@ def brief(record: Record) -> list[Grid | Line]:
 
     Notes are left out, except those on plans that were not measured.
     """
-    base = baseline(record)
+    base, stage = baseline(record), _stage(record)
 
     def memory(row: Record) -> str:
-        peak = _bytes(row, "training_peak_bytes")
-        return words.against(peak, None if row is base else _bytes(base, "training_peak_bytes"))
+        peak = _bytes(row, f"{stage}_peak_bytes")
+        return words.against(peak, None if row is base else _bytes(base, f"{stage}_peak_bytes"))
 
     columns: Columns = {
         "plan": "name",
-        "training step": lambda row: _timed(row, "training")[0],
-        f"vs {base['name']}": lambda row: _timed(row, "training")[1],
+        _STEPS[stage]: lambda row: _timed(record, row, stage)[0],
+        f"vs {base['name']}": lambda row: _timed(record, row, stage)[1],
         "peak memory": memory,
-        "final loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else None,
+        **({"final loss": _final_loss} if record["trains"] else {}),
     }
+    more = "inference, memory, losses" if record["trains"] else "memory"
     rows = record["plans"][:MOST]
     left = len(record["plans"]) - len(rows)
     return [
@@ -66,7 +68,7 @@ def brief(record: Record) -> list[Grid | Line]:
             if row["status"] in _UNMEASURED
         ),
         Line(
-            "Brackets hold 95 % intervals. --verbose or the page shows inference, memory, losses and the method.",
+            f"Brackets hold 95 % intervals. --verbose or the page shows {more} and the method.",
             "dim",
         ),
     ]
@@ -87,12 +89,12 @@ def headline(record: Record) -> str:
 
     A difference inside its interval is called a tie. A plan that learned less than the baseline is never the answer.
     """
-    base = baseline(record)
+    base, stage = baseline(record), _stage(record)
     name, workload = base["name"], record["workload"]
     others = [row for row in record["plans"] if row is not base]
     if base["status"] != "ok":
         return f"{name} did not finish on {workload}, so nothing can be compared with it: {base['reason']}."
-    rows = [row for row in others if row["status"] == "ok" and row["training"] and row["training"]["speedup"]]
+    rows = [row for row in others if row["status"] == "ok" and row[stage] and row[stage]["speedup"]]
     if not rows:
         why = [f"{row['name']}: {row['reason']}." for row in others if row["reason"]]
         said = f"On this machine {name} is the only plan that could be measured on {workload}."
@@ -101,14 +103,14 @@ def headline(record: Record) -> str:
     if record["best"] is not None:
         best = next(row for row in rows if row["name"] == record["best"])
         said = (
-            f"On this machine {best['name']} trains {workload} {_times(best)} as fast as "
-            f"{name} ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
+            f"On this machine {best['name']} {'trains' if record['trains'] else 'runs'} {workload} {_times(best, stage)} as fast as "
+            f"{name} ({_firm(best, stage)}){_memory_words(best, base, stage)}; {_quality(record, best, base)}."
         )
         if record["level_with_best"]:
             said += f" {words.listed(record['level_with_best'])} cannot be distinguished from it in speed."
     else:
-        best = max(sound or rows, key=lambda row: float(row["training"]["speedup"]["value"]))
-        speed = best["training"]["speedup"]
+        best = max(sound or rows, key=lambda row: float(row[stage]["speedup"]["value"]))
+        speed = best[stage]["speedup"]
         near = f"{best['name']} comes closest: it is"
         if speed["high"] is None or speed["low"] <= 1.0 <= speed["high"]:
             near = f"{best['name']} ties with {name}: it is"
@@ -117,19 +119,25 @@ def headline(record: Record) -> str:
                 few = f"{speed['n']} {what}s do" if speed["n"] > 1 else f"One {what} does"
                 near = f"{few} not show whether {best['name']} or {name} is faster; {FEW} or more may. {best['name']} is"
         said = (
-            f"On this machine no plan that learns as well trains {workload} measurably faster than {name}. "
-            f"{near} {_times(best)} as fast ({_firm(best)}){_memory_words(best, base)}; {_loss_words(best, base)}."
+            f"On this machine no plan {'that learns as well trains' if record['trains'] else 'runs'} {workload} measurably faster "
+            f"than {name}. {near} {_times(best, stage)} as fast ({_firm(best, stage)}){_memory_words(best, base, stage)}; "
+            f"{_quality(record, best, base)}."
         )
     lagging = [row["name"] for row in rows if row not in sound]
     return said + (f" {_lagging(words.listed(lagging), name)}" if lagging else "")
 
 
-def _times(row: Record) -> str:
-    return words.factor(row["training"]["speedup"]["value"])
+def _stage(record: Record) -> str:
+    """Return what the answer is about: training, or inference if nothing was trained."""
+    return "training" if record["trains"] else "inference"
 
 
-def _firm(row: Record) -> str:
-    speed = row["training"]["speedup"]
+def _times(row: Record, stage: str) -> str:
+    return words.factor(row[stage]["speedup"]["value"])
+
+
+def _firm(row: Record, stage: str) -> str:
+    speed = row[stage]["speedup"]
     return "no interval" if speed["high"] is None else f"95 % interval {words.interval(speed)}"
 
 
@@ -137,12 +145,14 @@ def _lagging(names: str, base: str) -> str:
     return f"{names} learned visibly less than {base} in the same steps."
 
 
-def _memory_words(row: Record, base: Record) -> str:
-    mine, other = (_bytes(r, "training_peak_bytes") for r in (row, base))
+def _memory_words(row: Record, base: Record, stage: str) -> str:
+    mine, other = (_bytes(r, f"{stage}_peak_bytes") for r in (row, base))
     return f" with {words.share(mine, other)} peak memory" if mine and other else ""
 
 
-def _loss_words(row: Record, base: Record) -> str:
+def _quality(record: Record, row: Record, base: Record) -> str:
+    if not record["trains"]:
+        return "outputs were not compared (castwise.output_parity, castwise tune --goal inference)"
     delta = row["final_loss_difference"]
     if not delta:
         return "its final loss is not finite" if delta is None else "its final loss is the same"
@@ -160,10 +170,10 @@ def interval_note(record: Record) -> str:
     else:
         times += " of all plans in one process"
         of = "from paired rounds"
-    return (
-        f"{times}; speeds come with their 95 % interval {of}. An interval that contains 1 is a tie. {words.PAIRED} Losses are "
-        f"those of {record['steps']} training steps of each plan."
+    losses = (
+        f" Losses are those of {record['steps']} training steps of each plan." if record["trains"] else ""
     )
+    return f"{times}; speeds come with their 95 % interval {of}. An interval that contains 1 is a tie. {words.PAIRED}{losses}"
 
 
 def notes(record: Record) -> list[str]:
@@ -187,11 +197,15 @@ def grids(record: Record) -> list[Grid]:
     """Return tables of speed, memory (if measured) and learning, each narrow enough for a terminal and a phone."""
     base, rows = baseline(record), record["plans"]
     versus = f"vs {base['name']}"
-    stages = {"training": "training step"}
-    if any(row["inference"] for row in rows):
-        stages["inference"] = "inference"
+    stages = {
+        stage: title
+        for stage, title in _STEPS.items()
+        if stage == _stage(record) or any(row[stage] for row in rows)
+    }
     header = ("plan", *(name for title in stages.values() for name in (title, versus)))
-    timed = ((row["name"], *(cell for stage in stages for cell in _timed(row, stage))) for row in rows)
+    timed = (
+        (row["name"], *(cell for stage in stages for cell in _timed(record, row, stage))) for row in rows
+    )
     speed = tuple(Row(cells, row["status"]) for cells, row in zip(timed, rows, strict=True))
     out = [Grid("Speed", header, speed)]
 
@@ -208,20 +222,26 @@ def grids(record: Record) -> list[Grid]:
         out.append(Grid.of("Memory", rows, {"plan": "name", **memory}, "status"))
     learning: Columns = {
         "plan": "name",
-        "final loss": lambda row: words.loss(row["final_loss"]) if row["status"] == "ok" else None,
+        "final loss": _final_loss,
         versus: lambda row: "" if row is base or row["status"] != "ok" else _difference(row, base),
         "skipped steps": lambda row: row["skipped_steps"] if row["status"] == "ok" else None,
     }
     metrics = {key: metric(key) for key in sorted({key for row in rows for key in row["metrics"]})}
-    return [*out, Grid.of("Learning", rows, {**learning, **metrics}, "status")]
+    if record["trains"]:
+        return [*out, Grid.of("Learning", rows, {**learning, **metrics}, "status")]
+    return [*out, *([Grid.of("Quality", rows, {"plan": "name", **metrics}, "status")] if metrics else [])]
 
 
-def _timed(row: Record, stage: str) -> tuple[str, str]:
+def _final_loss(row: Record) -> str | None:
+    return words.loss(row["final_loss"]) if row["status"] == "ok" else None
+
+
+def _timed(record: Record, row: Record, stage: str) -> tuple[str, str]:
     """Return a plan's time and its speed relative to the baseline, or the reason why it was not timed."""
     timing = row[stage]
     if timing is not None:
         return words.step(timing["step"]) or "-", words.speed(timing["speedup"]) or ""
-    if row["status"] == "ok" or stage != "training":
+    if row["status"] == "ok" or stage != _stage(record):
         return "-", ""
     return row["status"], row["reason"].removeprefix("stopped: ") if row["status"] == "stopped" else ""
 

@@ -109,10 +109,11 @@ def _times(record: Record) -> Figure | None:
         return _Bar(row["name"], label, median, median - step["q1_s"], step["q3_s"] - median)
 
     # Plans without numbers are named once, beside the training times.
-    rows = {"training": record["plans"], "inference": [row for row in record["plans"] if row["inference"]]}
+    timed = [row for row in record["plans"] if row["inference"]]
+    rows = {"training": record["plans"], "inference": timed if record["trains"] else record["plans"]}
     titles = {"training": "Time of a training step", "inference": "Time of an inference call"}
-    timed = [stage for stage in titles if any(row[stage] for row in rows[stage])]
-    return _bars(record, [(titles[stage], [bar(row, stage) for row in rows[stage]]) for stage in timed])
+    stages = [stage for stage in titles if any(row[stage] for row in rows[stage])]
+    return _bars(record, [(titles[stage], [bar(row, stage) for row in rows[stage]]) for stage in stages])
 
 
 def _why_not(row: Record) -> str:

@@ -18,8 +18,10 @@ from castwise import Plan, Region
 from castwise.commands.jobs import Event
 from castwise.commands.jobs.bench import BenchResult, bench
 from castwise.errors import NonFiniteError, PlanError, UnknownNameError, WorkloadError
+from castwise.lab.timing.stats import Ratio
 from castwise.lab.workloads.workload import Workload, find_workload
 
+LOW = torch.bfloat16
 NEVER = 1e6
 """A limit so high that no plan is stopped as too slow; on a busy machine, steps of microseconds could be."""
 
@@ -407,3 +409,69 @@ def _text(result: BenchResult) -> str:
         console = Console(width=400, record=True, file=nowhere)
         console.print(result.table())
         return console.export_text()
+
+
+# --- without training ---------------------------------------------------------------------------------------
+
+
+def served_only(**changes: object) -> Workload:
+    """Return a workload without optimizer and loss."""
+    job = find_workload(str(Path(__file__).with_name("tiny_workloads.py")) + ":mlp")
+    return Workload(
+        "served", job.model, batches=job.batches, outputs=lambda model, batch: model(batch[0]), **changes
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("starts", [0, 2])
+def test_a_workload_without_an_optimizer_is_measured_in_inference(starts: int) -> None:
+    job = served_only(evaluate=lambda model: {"in training mode": float(model.training)})
+    found = bench(
+        job, ["bf16-mixed", "bf16-true"], device=DEVICE, hopeless=NEVER, steps=12, rounds=4, starts=starts
+    )
+    assert not found.trains
+    assert [row.status for row in found.plans] == ["ok"] * 3
+    assert all(row.training is None and not row.losses and row.final_loss is None for row in found.plans)
+    assert all(row.inference is not None and row.inference.step.n == 4 for row in found.plans)
+    assert all(
+        row.memory is not None and row.memory.training_peak_bytes is None and row.memory.inference_peak_bytes
+        for row in found.plans
+    )
+    assert all(row.metrics == {"in training mode": 0.0} for row in found.plans)
+    assert "has no optimizer and no loss, so only inference was measured" in found.notes[0]
+    assert " runs served " in found.headline()
+    assert "outputs were not compared" in found.headline()
+    assert "loss" not in found.headline()
+
+
+def test_the_answer_is_about_inference_if_nothing_was_trained() -> None:
+    found = bench(served_only(), device=DEVICE, hopeless=NEVER, steps=12, rounds=4, starts=0, memory=False)
+    base, row = found.plans
+    ratio, starts = Ratio(2.0, 1.9, 2.1, 0.95, 6), ((1e-4,) * 6,)
+    assert row.inference is not None
+    fast = replace(row, inference=replace(row.inference, speedup=ratio, starts_s=starts))
+    assert replace(found, plans=(base, fast)).best == "bf16-mixed"
+    assert replace(found, plans=(base, fast), trains=True).best is None
+
+
+def test_a_plan_that_cannot_serve_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = served_only()
+    found = bench(
+        replace(job, evaluate=lambda model: {"sum": float(next(model.parameters()).dtype is LOW) / 0.0}
+                if next(model.parameters()).dtype is LOW else {}),
+        ["bf16-true"], device=DEVICE, hopeless=NEVER, steps=12, rounds=4, starts=0, memory=False,
+    )  # fmt: skip
+    assert [row.status for row in found.plans] == ["ok", "failed"]
+    assert "ZeroDivisionError" in found.plans[1].reason
+
+
+def test_training_that_is_asked_for_needs_an_optimizer_and_something_must_be_measured() -> None:
+    with pytest.raises(WorkloadError, match=r"no optimizer.*training=False.*pass optimizer="):
+        bench(served_only(), device=DEVICE, training=True)
+    with pytest.raises(PlanError, match=r"no optimizer and no loss, so only inference"):
+        bench(served_only(), device=DEVICE, inference=False)
+    with pytest.raises(PlanError, match=r"nothing is left to measure"):
+        bench(served_only(), device=DEVICE, training=False, inference=False)
+    both = find_workload(str(Path(__file__).with_name("tiny_workloads.py")) + ":mlp")
+    found = bench(both, device=DEVICE, training=False, steps=12, rounds=4, starts=0, memory=False)
+    assert not found.trains
+    assert found.notes == ()

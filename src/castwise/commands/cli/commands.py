@@ -67,7 +67,9 @@ def bench(
             "fp32 is always included."
         ),
     ] = "fp32,bf16-mixed",
-    steps: Annotated[int, typer.Option(help="Training steps per plan.")] = 50,
+    steps: Annotated[
+        int, typer.Option(help="Training steps per plan, or inference calls without training.")
+    ] = 50,
     rounds: Annotated[
         int,
         typer.Option(help="Interleaved timing rounds of each plan, divided among its starts."),
@@ -81,7 +83,14 @@ def bench(
     device: Device = None,
     seed: Seed = 0,
     memory: Annotated[bool, typer.Option(help="Measure memory, each plan in a process of its own.")] = True,
-    inference: Annotated[bool, typer.Option(help="Measure inference too.")] = True,
+    training: Annotated[
+        bool | None,
+        typer.Option(
+            help="Train, or only measure inference.",
+            show_default="training if the workload has an optimizer and a loss",
+        ),
+    ] = None,
+    inference: Annotated[bool, typer.Option(help="Measure inference.")] = True,
     out: Annotated[
         Path | None, path_option("Folder for the page and the record.", "runs/bench-WORKLOAD")
     ] = None,
@@ -89,7 +98,7 @@ def bench(
     json: Json = False,
     show_traceback: Traceback = False,
 ) -> None:
-    """Train a workload under several plans, in turns, and show the time, memory and loss of each."""
+    """Run a workload under several plans, in turns, and show the time, memory and loss of each."""
     with answering(show_traceback, json=json, verbose=verbose) as answer:
         from castwise.commands.jobs import bench as job
         from castwise.core.plans.plan import as_plan
@@ -100,7 +109,7 @@ def bench(
         with folder_for(out, "bench", workload) as folder:
             result = job.bench(
                 workload, chosen, device=device, steps=steps, rounds=rounds, starts=starts, seed=seed,
-                inference=inference, memory=memory, progress=True,
+                training=training, inference=inference, memory=memory, progress=True,
             )  # fmt: skip
             answer(result, lambda: result.save(folder))
 

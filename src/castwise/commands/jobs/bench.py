@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from castwise.commands.jobs import Event, Progress, heard
 from castwise.commands.jobs.bench_result import BenchResult, PlanResult, Timing
@@ -33,7 +35,7 @@ from castwise.lab.timing.memory import measure_memory
 from castwise.lab.timing.processes import Home, NotThereError, delivered, not_there
 from castwise.lab.timing.runners import InferenceRun, TrainingRun
 from castwise.lab.timing.timing import HOPELESS, WARMUP, Lap, Runner, race
-from castwise.lab.workloads.workload import Workload, about_data, find_workload, users_code
+from castwise.lab.workloads.workload import Workload, about_data, find_workload, lacks, users_code
 
 __all__ = ["BenchResult", "PlanResult", "Timing", "bench"]
 
@@ -53,12 +55,13 @@ def bench(
     rounds: int = 15,
     starts: int = 5,
     seed: int = 0,
+    training: bool | None = None,
     inference: bool = True,
     memory: bool = True,
     hopeless: float = HOPELESS,
     progress: Progress | bool | None = None,
 ) -> BenchResult:
-    """Train a workload under several plans, and measure the time, memory and loss of each plan.
+    """Run a workload under several plans, and measure the time, memory and loss of each plan.
 
     Use it to see what a precision plan gains. A workload is a training job with its model, data and optimizer. A plan
     decides the formats in which a model computes and stores its weights.
@@ -68,6 +71,9 @@ def bench(
     plan runs a block of steps while the others wait. Fetching batches is not timed. Inference is timed in the same
     way. Memory is measured in a separate process for each plan.
 
+    Without training, only inference is timed, and the model's outputs are not compared:
+    :func:`castwise.output_parity` and ``tune(goal="inference")`` do that.
+
     If the device cannot run a plan, or a plan fails or is far too slow, its entry in the result has the reason. The
     other plans are not affected.
 
@@ -76,13 +82,14 @@ def bench(
         plans: The plans: names of presets, plans or plan files. ``fp32``, with which the others are compared, is
             added if it is missing.
         device: The device of the run. By default it is the available accelerator, otherwise the CPU.
-        steps: The number of training steps of each plan, at least 3.
+        steps: The number of training steps of each plan, at least 3. Without training, the number of inference calls.
         rounds: The number of timing rounds, over all starts.
         starts: The number of processes in which each plan is timed, since times vary between processes. With 0, the
             training steps in this process are timed instead. This is also done for a workload that cannot be sent to
             another process.
         seed: The seed of weights and data.
-        inference: Whether to measure inference too.
+        training: Whether to train. By default, every workload that has an optimizer and a loss is trained.
+        inference: Whether to measure inference.
         memory: Whether to measure memory too.
         hopeless: A plan is stopped if its first steps take this many times as long as those of ``fp32``.
         progress: True shows the command line's progress on standard error. A function is called with
@@ -92,9 +99,11 @@ def bench(
         The result, with ``.plans``, ``.table()`` and ``.save(folder)``.
 
     Raises:
-        PlanError: A plan is invalid, or ``steps``, ``rounds``, ``starts`` or ``hopeless`` is out of range.
+        PlanError: A plan is invalid, or ``steps``, ``rounds``, ``starts`` or ``hopeless`` is out of range, or neither
+            training nor inference is to be measured.
         DeviceError: The device does not exist.
-        WorkloadError: The workload cannot be found, or fails in fp32 at its first steps.
+        WorkloadError: The workload cannot be found, or fails in fp32 at its first steps, or is to be trained and has no
+            optimizer or no loss.
         NonFiniteError: The loss of the first step is not finite in fp32.
     """
     if steps < WARMUP + 1 or rounds < 1 or starts < 0 or not hopeless > 1:
@@ -102,18 +111,30 @@ def bench(
             f"bench(steps={steps}, rounds={rounds}, starts={starts}, hopeless={hopeless}): needs steps >= {WARMUP + 1}, "
             "rounds >= 1, starts >= 0 and hopeless > 1"
         )
+    if training is False and not inference:
+        raise PlanError(
+            "bench(training=False, inference=False): nothing is left to measure; allow one of the two"
+        )
     where = find_device("bench", device, default_device_type())
     rows = rows_of(plans)
     spec = workload if isinstance(workload, str) else None
     found = find_workload(workload) if isinstance(workload, str) else workload
+    missing = " and no ".join(lacks(found))
+    trains = training if training is not None else not missing
+    if not trains and not inference:
+        raise PlanError(
+            f"bench(inference=False): workload {found.name!r} has no {missing}, so only inference can be measured"
+        )
     rounds = min(rounds, steps - WARMUP)
     per_round = (steps - WARMUP) // rounds
     outer = torch.get_rng_state()
     with heard(progress) as tell:
-        work = _Work(found, spec, where, seed, steps, rounds, per_round, hopeless, tell, rows)
+        work = _Work(found, spec, where, seed, steps, rounds, per_round, hopeless, tell, rows, trains)
+        if missing and not trains and training is None:
+            work.notes = (f"The workload has no {missing}, so only inference was measured.",)
         try:
             with users_code(f"workload {found.name!r} failed"), work.home:
-                work.train()
+                (work.train if trains else work.serve)()
                 if starts:
                     work.time_apart(starts, inference)
                 if inference and not work.starts:
@@ -138,6 +159,7 @@ class _Work:
     hopeless: float
     progress: Progress
     rows: list[Row]
+    trains: bool
     home: Home = field(default_factory=Home)
     begin: float = field(default_factory=time.monotonic)
     starts: int = 0
@@ -171,7 +193,8 @@ class _Work:
                 try:
                     if rest:
                         row.run.block(rest)
-                    self._look(row)
+                    with row.run.evaluating() as model:
+                        self._look(row, model)
                 except Exception as error:
                     self._lost(row, error)
             row.found(losses=tuple(row.run.losses), skipped_steps=row.run.skipped_steps)
@@ -210,16 +233,14 @@ class _Work:
                 f"can be compared: {about_data(next(iter(self.workload.batches(self.seed))))}"
             )
 
-    def _look(self, row: Row) -> None:
-        """Evaluate the trained model of a plan, and keep its metrics and pictures."""
-        assert row.run is not None
-        with row.run.evaluating() as model:
-            if self.workload.evaluate is not None:
-                metrics = self.workload.evaluate(model)
-                row.found(metrics={key: float(value) for key, value in metrics.items()})
-            picture = getattr(self.workload, "picture", None)
-            if picture is not None:
-                row.images = {key: _thin(value) for key, value in picture(model).items()}
+    def _look(self, row: Row, model: nn.Module) -> None:
+        """Evaluate the model of a plan, and keep its metrics and pictures."""
+        if self.workload.evaluate is not None:
+            metrics = self.workload.evaluate(model)
+            row.found(metrics={key: float(value) for key, value in metrics.items()})
+        picture = getattr(self.workload, "picture", None)
+        if picture is not None:
+            row.images = {key: _thin(value) for key, value in picture(model).items()}
 
     # --- times in separate processes ----------------------------------------------------------------------
 
@@ -228,7 +249,8 @@ class _Work:
         self.home.patience_s = max(PATIENCE_S, SLOWER * (time.monotonic() - self.begin))
         try:
             payload = delivered(self.home, self.spec or self.workload)
-            self._start(starts, payload, TrainingRun, "timing")
+            if self.trains:
+                self._start(starts, payload, TrainingRun, "timing")
         except NotThereError as error:
             self.notes = (f"All plans were timed once, in one process: {error}.",)
             return
@@ -251,16 +273,25 @@ class _Work:
             error = timed[-1].error
             if error is None:
                 row.starts_s[kind] = [one.times_s for one in timed]
-            elif kind is InferenceRun:
+            elif kind is InferenceRun and self.trains:
                 row.note(f"inference: {told(error, whole=False)}")
-            elif (
-                row is self.rows[0]
-            ):  # fp32 has trained in this process, so the workload itself is not at fault
+            elif row is self.rows[0]:  # fp32 has run in this process, so the workload itself is not at fault
                 raise not_there(self.spec or self.workload, error) from error
             else:
                 self._lost(row, error, first=False)
 
     # --- inference and memory -----------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Call the model of each plan once, without training, and evaluate it."""
+        for row in self.rows:
+            try:
+                with contextlib.closing(InferenceRun(self.workload, row.plan, self.device, self.seed)) as run:
+                    run.block(1)
+                    with run.evaluating() as model:
+                        self._look(row, model)
+            except Exception as error:
+                self._lost(row, error)
 
     def infer(self) -> None:
         runs: list[tuple[Row, InferenceRun]] = []
@@ -297,7 +328,10 @@ class _Work:
             self.progress(Event("memory", row.name, 0, 1))
             try:
                 what = self.spec or self.workload
-                row.found(memory=measure_memory(what, row.plan, self.device, seed=self.seed, home=self.home))
+                held = measure_memory(
+                    what, row.plan, self.device, seed=self.seed, training=self.trains, home=self.home
+                )
+                row.found(memory=held)
             except CastwiseError as error:
                 row.note(sentence(error, whole=False))
             self.progress(Event("memory", row.name, 1, 1))
@@ -332,6 +366,7 @@ class _Work:
             workload=self.workload.name,
             description=self.workload.description,
             baseline=base.name,
+            trains=self.trains,
             steps=self.steps,
             rounds=self.rounds,
             starts=self.starts,
@@ -349,11 +384,11 @@ class _Work:
         else:
             training = [in_turns(row.training, base.training, row is base) for row in self.rows]
             inference = [in_turns(row.inference, base.inference, row is base) for row in self.rows]
-        for row, trains, infers in zip(self.rows, training, inference, strict=True):
+        for row, times, infers in zip(self.rows, training, inference, strict=True):
             losses, others = row.result.losses, base.result.losses
             final = losses[-1] if losses and row.is_ok else None
             row.found(
-                training=trains,
+                training=times,
                 inference=infers,
                 final_loss=final,
                 final_loss_difference=None

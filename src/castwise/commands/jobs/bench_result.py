@@ -49,16 +49,16 @@ class PlanResult:
         status: ``ok``, or ``stopped`` because the plan was much too slow, or ``unsupported`` because the device or
             the model cannot run it, or ``failed``.
         reason: A sentence that says why the status is not ``ok``. Empty if it is ``ok``.
-        training: The times of training steps. None if too few were measured.
+        training: The times of training steps. None if the plan was not trained, or too few steps were measured.
         inference: The times of inference calls. None if inference was not requested or failed.
         memory: The peak memory, and the bytes that autograd saved for backward. None if memory was not requested or
             cannot be measured.
         notes: Other problems, in sentences.
         losses: The loss of each training step.
-        final_loss: The last loss. None if the plan has none.
+        final_loss: The last loss. None if the plan was not trained or failed.
         final_loss_difference: The last loss minus the last loss of the baseline plan.
         skipped_steps: The number of steps that were skipped because gradients were not finite.
-        metrics: The metrics of ``workload.evaluate`` for the trained model.
+        metrics: The metrics of ``workload.evaluate`` for the model, after training if it was trained.
     """
 
     name: str
@@ -93,7 +93,7 @@ class BenchResult(Result):
         workload: The name of the workload.
         description: One sentence about the workload.
         baseline: The name of the baseline.
-        steps: The number of training steps of each plan.
+        steps: The number of training steps of each plan, or of inference calls if the plans were not trained.
         rounds: The number of timing rounds, over all starts. In a round, each plan runs some steps in turn.
         starts: The number of processes in which each plan was timed. It is 0 if all plans were timed in the same
             process.
@@ -102,6 +102,7 @@ class BenchResult(Result):
         plans: The results of the plans, the baseline first.
         images: For workloads with pictures, ``target`` and the prediction of each plan, as rows of numbers.
         notes: Remarks that concern all plans, in sentences.
+        trains: Whether the plans were trained. If not, only inference was measured.
     """
 
     kind: ClassVar[str] = "bench"
@@ -116,6 +117,7 @@ class BenchResult(Result):
     plans: tuple[PlanResult, ...]
     images: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    trains: bool = True
 
     @property
     def behind(self) -> tuple[str, ...]:
@@ -125,7 +127,10 @@ class BenchResult(Result):
 
     @property
     def best(self) -> str | None:
-        """The name of the recommended plan, whose loss is as good as the baseline's and which is measurably faster, or None."""
+        """The name of the recommended plan, which is measurably faster than the baseline and whose loss is as good, or None.
+
+        Without training, it is measurably faster in inference, and its outputs were not compared with the baseline's.
+        """
         return next(iter(self._best()), None)
 
     @property
@@ -144,15 +149,21 @@ class BenchResult(Result):
         """
         behind = self.behind
         sound = (row for row in self.plans if row.status == "ok" and row.name not in behind)
-        faster = sorted(
-            (row for row in sound if row.speedup is not None and row.speedup.low > 1.0), key=_slowness
-        )
+        times = {row.name: timing for row in sound if (timing := self._timing(row)) is not None}
+        speeds = {name: timing.speedup for name, timing in times.items() if timing.speedup is not None}
+        faster = [name for name, speed in speeds.items() if speed.low > 1.0]
         if not faster:
             return ()
-        best = min(
-            (row for row in faster if row is faster[0] or _are_level(row, faster[0])), key=self.plans.index
-        )
-        return (best.name, *(row.name for row in faster if row is not best and _are_level(row, best)))
+        faster.sort(key=lambda name: -speeds[name].value)
+
+        def is_level(one: str, other: str) -> bool:
+            return one == other or _are_level(times[one], times[other])
+
+        best = next(row.name for row in self.plans if row.name in faster and is_level(row.name, faster[0]))
+        return (best, *(name for name in faster if name != best and is_level(name, best)))
+
+    def _timing(self, row: PlanResult) -> Timing | None:
+        return row.training if self.trains else row.inference
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -186,15 +197,9 @@ def _learned_less(losses: Sequence[float], base: Sequence[float]) -> bool:
     return losses[-1] - base[-1] > max(BEHIND * (base[0] - base[-1]), 0.0)
 
 
-def _slowness(row: PlanResult) -> float:
-    return -row.speedup.value if row.speedup is not None else 0.0
-
-
-def _are_level(one: PlanResult, other: PlanResult) -> bool:
+def _are_level(one: Timing, other: Timing) -> bool:
     """Whether the speeds of two plans cannot be told apart."""
-    assert one.training is not None
-    assert other.training is not None
-    mine, others = one.training.starts_s, other.training.starts_s
+    mine, others = one.starts_s, other.starts_s
     if len(mine) == len(others) == 1:
         ratio = speedup(Lap(list(mine[0])), Lap(list(others[0])))
         return ratio is not None and ratio.is_tie

@@ -165,6 +165,21 @@ class _Run:
         finally:
             self.after()
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Yield the model in evaluation mode under the whole plan, without gradients and uncompiled.
+
+        After the block, the model is in the same mode as before.
+        """
+        was = self.model.training
+        try:
+            self.before(0)
+            with torch.inference_mode(), uncompiled():
+                yield self.model.eval()
+        finally:
+            self.model.train(was)
+            self.after()
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the present weights on the CPU, in fp32, by the keys of the model's state dict."""
         return {
@@ -251,20 +266,6 @@ class TrainingRun(_Run):
         self.losses += [float(loss) for loss in self._losses]
         self.skipped_steps += sum(result.skipped for result in self._results)
         self._losses, self._results = [], []
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[nn.Module]:
-        """Yield the model in evaluation mode under the whole plan, without gradients and uncompiled.
-
-        After the block, the model is in training mode again.
-        """
-        try:
-            self.before(0)
-            with torch.inference_mode(), uncompiled():
-                yield self.model.eval()
-        finally:
-            self.model.train()
-            self.after()
 
     def close(self) -> None:
         """Remove the plan from the model, and release model and optimizer.

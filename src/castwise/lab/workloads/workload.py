@@ -48,14 +48,16 @@ options."""
 def no_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
     """Raise, because the workload is only for inference."""
     raise WorkloadError(
-        "this workload has no optimizer, so it can only be tuned, with goal='inference'; pass optimizer= to train it"
+        "this workload has no optimizer, so only its inference can be measured: castwise.bench(..., training=False) and "
+        "castwise.tune(..., goal='inference'); pass optimizer= to train it"
     )
 
 
 def no_loss(model: nn.Module, batch: Any) -> Tensor:
     """Raise, because the workload is only for inference."""
     raise WorkloadError(
-        "this workload has no loss, so it can only be tuned, with goal='inference'; pass loss= to train it"
+        "this workload has no loss, so only its inference can be measured: castwise.bench(..., training=False) and "
+        "castwise.tune(..., goal='inference'); pass loss= to train it"
     )
 
 
@@ -110,8 +112,8 @@ class Workload:
             loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
         )
 
-    A workload that is only served needs no optimizer and no loss: give ``outputs``, and use it with
-    ``tune(goal="inference")``.
+    A workload that is only served needs no optimizer and no loss: ``tune(goal="inference")`` and ``bench`` call its model
+    as ``outputs`` says.
 
     Attributes:
         name: A short name, for tables and file names.
@@ -179,6 +181,12 @@ class Workload:
                 f"Workload({self.name!r}): model must be a function that makes the model, got a "
                 f"{type(self.model).__name__}; give e.g. model=lambda: {type(self.model).__name__}(...)"
             )
+
+
+def lacks(workload: Workload) -> tuple[str, ...]:
+    """Return which of optimizer and loss a workload lacks. Without either it cannot be trained."""
+    stands_for = {"optimizer": no_optimizer, "loss": no_loss}
+    return tuple(name for name, stand in stands_for.items() if getattr(workload, name) is stand)
 
 
 # --- finding ------------------------------------------------------------------------------------------------
