@@ -137,7 +137,8 @@ TROUBLE: dict[str, tuple[Run, int]] = {
     "inputs of the other sign": (Run(at=once(lambda run: setattr(run, "scale", -1.0))), 10),
     "weights times 30": (Run(at=once(write("second", lambda p: p.mul_(30)))), 100),
     "weights drawn anew": (Run(at=once(write("", lambda p: nn.init.normal_(p, 0.0, 0.5)))), 100),
-    "weights zero": (Run(at=once(write("second", lambda p: p.zero_()))), 100),
+    "weights zero": (Run(at=once(write("", lambda p: p.zero_()))), 100),
+    "weights of the first layer zero": (Run(at=once(write("first", lambda p: p.zero_()))), 100),
     "clip removed": (
         Run(clip=0.05, optimizer=lambda params: torch.optim.SGD(params, 5.0), at=once(lambda run: setattr(run, "clip", None))), 100,
     ),
@@ -155,7 +156,7 @@ TROUBLE: dict[str, tuple[Run, int]] = {
 """For each case, the training run and the most steps between the change and the alarm."""
 
 
-BY_THE_LOSS = ("labels switched", "inputs of the other sign", "weights zero")
+BY_THE_LOSS = ("labels switched", "inputs of the other sign")
 """Cases detected from the loss of each step, which is read only on a CPU; on a GPU reading would synchronise."""
 
 
