@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan, Workload
 from castwise.errors import PlanError, StateError, WorkloadError
+from castwise.lab.search import inference
 from castwise.lab.search.axes import FP32, numerics_of
 from castwise.lab.search.contest import Contest
+from castwise.lab.search.context import Journal
 from castwise.lab.search.final import Final
-from castwise.lab.timing.runners import InferenceRun, outputs_of, resized, served
+from castwise.lab.serve.comparison import OutputTest
+from castwise.lab.timing.runners import InferenceRun, outputs_of, resized, served, served_call
 from tests.here import DEVICE
 
 CPU = torch.device(DEVICE)
@@ -92,7 +96,9 @@ def parity_of(result: castwise.TuneResult, plan: Plan) -> Any:
 def test_a_search_needs_no_optimizer_and_no_loss_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = Net().to(DEVICE)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    result = tune(model, batch_sizes=(1, 24), out=tmp_path)
+    result = tune(
+        model, batch_sizes=(1, 24), out=tmp_path, budget_s=30.0
+    )  # both sizes, on a busy machine too
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert {one.batch_size for one in result.evidence.latencies} == {1, 24}
@@ -144,6 +150,24 @@ def test_a_workload_with_a_loss_is_served_without_the_loss() -> None:
     assert result.evidence.answer.startswith(("Serve", "Stay in fp32"))
 
 
+@pytest.mark.parametrize(("left_s", "verdict"), [(60.0, "fail"), (1e-6, "pass")])
+def test_the_metrics_of_evaluate_are_compared_if_there_is_time(left_s: float, verdict: str) -> None:
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        return {"lost": 11.0 if next(model.parameters()).dtype is torch.bfloat16 else 1.0}
+
+    given = Workload("net", model=Net, batches=batches, evaluate=evaluate)
+    test = OutputTest(Net().to(DEVICE).eval(), served_call, batches(0), CPU)
+    test.reference(4)
+    context: Any = SimpleNamespace(workload=given, journal=Journal(), left_s=lambda: left_s)
+    search: Any = SimpleNamespace(context=context)
+    served_: Any = SimpleNamespace(test=test)
+    found = inference._evaluated(search, served_, test.test(Plan.parse("bf16-true")))
+    assert found is not None
+    assert found.verdict == verdict
+    assert ("lost" in found.reason) == (verdict == "fail")
+    assert [bool(text) for text in context.journal.undecided] == [True] * (verdict == "pass")
+
+
 # --- bad input ----------------------------------------------------------------------------------------------
 
 
@@ -166,9 +190,7 @@ def test_bad_arguments_are_one_sentence() -> None:
 
 def test_a_workload_without_an_optimizer_says_so_when_it_is_trained() -> None:
     only = Workload("only", model=Net, batches=batches)
-    with pytest.raises(
-        WorkloadError, match=r"has no optimizer, so it can only be tuned, with goal='inference'"
-    ):
+    with pytest.raises(WorkloadError, match=r"has no optimizer, so only its inference can be measured"):
         castwise.tune(only, formats=("bf16",), budget_s=10.0, device=DEVICE)
     with pytest.raises(WorkloadError, match=r"Workload\('x'\): batches is missing"):
         Workload("x", model=Net)

@@ -347,7 +347,9 @@ def test_batches_with_nan_cost_no_more_than_the_guard_alone(spikes: range, plan:
     run, other = with_it(tmp_path, bad(), nothing, plan), alone(bad(), nothing, plan)
     assert [one.step for one in run.recovery.returns] == [*spikes]
     assert len((tmp_path / "recovery.jsonl").read_text().splitlines()) == len(spikes)
-    if plan == "fp16-mixed":  # with another loss scale other gradients underflow, and kernels may round otherwise
+    if (
+        plan == "fp16-mixed"
+    ):  # with another loss scale other gradients underflow, and kernels may round otherwise
         assert run.end() == pytest.approx(other.end(), rel=0.2, nan_ok=True)
     else:
         assert all(torch.equal(other.state()[name], tensor) for name, tensor in run.state().items())

@@ -6,7 +6,8 @@
    the modules that cause most of the error stay in fp32.
 4. *Final.* The plans that passed are started in processes of their own, until it is decided which to choose. Of equally fast
    plans the simplest is chosen.
-5. *Verification.* The outputs of the chosen plan are tested on fresh batches. If it fails there, the next plan is taken.
+5. *Verification.* The outputs of the chosen plan are tested on fresh batches, and so are the metrics of the workload's
+   ``evaluate``. If it fails there, the next plan is taken.
 6. *Memory* and *latency.* Peak memory, and the times of single calls at each batch size, of fp32 and of the chosen plan.
 """
 
@@ -265,13 +266,26 @@ def _choose(search: Search, found: Served, order: Iterable[Plan]) -> Choice:
         if numerics_of(plan) == FP32:
             return Choice(plan)
         with search.journal.stage("verification"):
-            result = _tested(search, found.fresh(), numerics_of(plan))
+            result = _evaluated(search, found, _tested(search, found.fresh(), numerics_of(plan)))
         if result is not None and result.verdict == "pass":
             search.verified = result
             return Choice(plan, kept=search.kept.get(numerics_of(plan), {}))
         why = result.reason if result is not None else search.journal.refusal(plan)
         search.journal.refuse(plan, f"on fresh batches: {why}")
     return Choice()
+
+
+def _evaluated(search: Search, found: Served, result: OutputParity | None) -> OutputParity | None:
+    """Add the metrics of the workload's ``evaluate`` to a result that passed, if there is time for it."""
+    context = search.context
+    evaluate = context.workload.evaluate
+    if evaluate is None or result is None or result.verdict != "pass":
+        return result
+    result = found.test.with_metrics(result, evaluate, context.left_s())
+    if not result.metrics:
+        said = "evaluate was not compared: the time is too short to call it six times."
+        context.journal.undecided.append(said)
+    return result
 
 
 # --- compiling ----------------------------------------------------------------------------------------------

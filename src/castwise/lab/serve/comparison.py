@@ -26,7 +26,7 @@ from castwise.lab.passes.isolation import undisturbed
 from castwise.lab.passes.observers import observed
 from castwise.lab.passes.regions import Part, exempt, find_parts, only
 from castwise.lab.serve.outputs import Difference, Kind, difference, kind_of, mean_difference, sampled
-from castwise.lab.serve.result import Metric, OutputParity
+from castwise.lab.serve.result import OutputParity
 from castwise.lab.serve.runs import ALL, Call, Evaluate, Rounding, Runner, format_of
 from castwise.lab.serve.verdicts import LINE, REACH, SLACK, Verdict, decide
 from castwise.lab.workloads.workload import about_data, users_code
@@ -243,9 +243,18 @@ class OutputTest:
                     found.append(self._against(at, self._runner.run(model, rounding.inputs(batch))))
             draws.append(found)
 
-    def metrics(self, plan: Plan, evaluate: Evaluate) -> tuple[Metric, ...]:
-        """Return the metrics of ``evaluate(model)`` in fp32 and under a plan, and what random rounding of the weights changes."""
-        return self._runner.metrics(plan, evaluate, self.line)
+    def with_metrics(
+        self, result: OutputParity, evaluate: Evaluate, left_s: float = math.inf
+    ) -> OutputParity:
+        """Return a result with the metrics of ``evaluate(model)``. It fails if one changes by more than rounding explains.
+
+        If that would take longer than ``left_s`` seconds, the result has no metrics.
+        """
+        metrics = self._runner.metrics(result.plan, evaluate, self.line, left_s)
+        result = dataclasses.replace(result, metrics=metrics)
+        if not all(metric.explained for metric in metrics):
+            result = dataclasses.replace(result, verdict="fail")
+        return dataclasses.replace(result, reason=result.explained())
 
     def parts(self) -> tuple[Part, ...]:
         """Return the parts of the model for which a plan can choose a format."""

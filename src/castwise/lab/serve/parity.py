@@ -10,7 +10,6 @@ A plan that compiles is tested without compiling.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -120,9 +119,6 @@ def output_parity(
         )  # fmt: skip
         test.reference(len(given))
         result = test.test(chosen)
-        if evaluate is None:
-            return result
-        result = dataclasses.replace(result, metrics=test.metrics(chosen, evaluate))
-    if not all(metric.explained for metric in result.metrics):
-        result = dataclasses.replace(result, verdict="fail")
-    return dataclasses.replace(result, reason=result.explained())
+        if evaluate is not None:
+            result = test.with_metrics(result, evaluate)
+    return result

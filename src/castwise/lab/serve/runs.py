@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -113,15 +114,23 @@ class Runner:
         """Return a generator on the device, of its own for each number."""
         return torch.Generator(self.device).manual_seed(self.seed + number)
 
-    def metrics(self, plan: Plan, evaluate: Evaluate, line: float) -> tuple[Metric, ...]:
-        """Return the metrics of ``evaluate(model)`` in fp32 and under a plan, and what random rounding of the weights changes."""
+    def metrics(
+        self, plan: Plan, evaluate: Evaluate, line: float, left_s: float = math.inf
+    ) -> tuple[Metric, ...]:
+        """Return the metrics of ``evaluate(model)`` in fp32 and under a plan, and what random rounding of the weights changes.
+
+        If that takes longer than ``left_s`` seconds, the result is empty.
+        """
 
         def run(model: nn.Module) -> dict[str, float]:
             seed_all(self.seed % 2**32)
             return {name: float(value) for name, value in evaluate(model).items()}
 
         with users_code(f"{self.name}: evaluate failed in fp32"), self.running(REFERENCE) as model:
+            begin = time.monotonic()
             fp32 = run(model)
+            if (1 + DRAWS + 1) * (time.monotonic() - begin) > left_s:
+                return ()
             rounding = Rounding(model, format_of(plan), self.generator())
             draws = []
             for _ in range(DRAWS):
