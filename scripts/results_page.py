@@ -301,6 +301,35 @@ def growth() -> str:
     return markdown(lines) + f"\n`prepare` of {most:,} parameters took {seconds}.\n" + backed("growth-cpu")
 
 
+def serving(whole: bool) -> str:
+    """Return the table of the served jobs; ``whole`` adds columns for experts."""
+
+    def ratio(row: dict[str, Any], name: str) -> str:
+        return told([row[name], row[f"{name}_low"], row[f"{name}_high"]])
+
+    titles = [
+        "served model",
+        "what castwise chose",
+        "against fp32",
+        "against one-line autocast",
+        "memory against fp32",
+    ]
+    lines = [titles + ["against the best loop by hand", "that loop", "seconds of the search"] * whole]
+    for row in sorted(measured("serving-cpu"), key=lambda row: -row["over_fp32"]):
+        peaks, plan = row["peak_bytes"], worded(row["plan"])
+        held = f"{(peaks['tuned'] / peaks['fp32'] - 1.0) * 100.0:+.0f} %"
+        line = [
+            JOBS[row["workload"].split("?")[0]],
+            plan,
+            ratio(row, "over_fp32"),
+            ratio(row, "over_autocast"),
+            held,
+        ]
+        more = [ratio(row, "tuned_over_best"), row["best"], f"{row['search_s']:.0f}"] if whole else []
+        lines.append(line + more)
+    return markdown(lines)
+
+
 def peer_rows() -> tuple[list[str], list[str], dict[tuple[str, str], dict[str, Any]]]:
     """Return the jobs, the ways to train them other than hand-written torch.amp, and the rows by way and job."""
     rows = [row for row in measured("peers-cpu") if "way" in row]
@@ -440,6 +469,8 @@ TABLES = {
     "peers": peers,
     "peers_short": peers_short,
     "peers_memory": peers_memory,
+    "serving": lambda: serving(True) + backed("serving-cpu"),
+    "serving_short": lambda: serving(False),
     "short": lambda: table(False),
     "whole": lambda: table(True),
     "machines": machines,
