@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from castwise import Workload
 
-__all__ = ["ARCHITECTURES"]
+__all__ = ["ARCHITECTURES", "HELD_OUT"]
 
 VOCABULARY = 512
 
@@ -214,7 +214,82 @@ def wav2vec() -> Workload:
     )
 
 
+def _make_distilbert(t: Any) -> tuple[type, Any]:
+    return t.DistilBertForSequenceClassification, t.DistilBertConfig(
+        vocab_size=VOCABULARY,
+        dim=256,
+        n_layers=3,
+        n_heads=4,
+        hidden_dim=1024,
+        max_position_embeddings=128,
+        num_labels=4,
+    )
+
+
+def distilbert() -> Workload:
+    """Return a distilled encoder."""
+    return _workload(
+        "distilbert",
+        _make_distilbert,
+        partial(_tokens, 8, 128, shape="classes"),
+        "DistilBERT, 3 layers of 256.",
+    )
+
+
+def _make_opt(t: Any) -> tuple[type, Any]:
+    return t.OPTForCausalLM, t.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=256, num_hidden_layers=4, ffn_dim=1024, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=256, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def opt() -> Workload:
+    """Return a decoder with ReLU."""
+    return _workload("opt", _make_opt, partial(_tokens, 8, 128), "OPT, 4 layers of 256.")
+
+
+def _make_swin(t: Any) -> tuple[type, Any]:
+    return t.SwinForImageClassification, t.SwinConfig(
+        image_size=96, patch_size=4, embed_dim=48, depths=[2, 2, 2], num_heads=[3, 6, 12], window_size=6, num_labels=10
+    )  # fmt: skip
+
+
+def swin() -> Workload:
+    """Return a transformer with shifted windows."""
+    return _workload("swin", _make_swin, partial(_images, 8, 96, 10), "Swin, three stages, 96 x 96 images.")
+
+
+def _make_regnet(t: Any) -> tuple[type, Any]:
+    return t.RegNetForImageClassification, t.RegNetConfig(
+        embedding_size=32, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 2, 1], groups_width=16, num_labels=10
+    )  # fmt: skip
+
+
+def regnet() -> Workload:
+    """Return a network of grouped convolutions with squeeze and excitation."""
+    return _workload(
+        "regnet", _make_regnet, partial(_images, 16, 96, 10), "RegNet, four stages, 96 x 96 images."
+    )
+
+
+def _make_mixer(t: Any) -> tuple[type, Any]:
+    return t.PoolFormerForImageClassification, t.PoolFormerConfig(
+        hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 2, 1], num_labels=10
+    )  # fmt: skip
+
+
+def poolformer() -> Workload:
+    """Return a network that mixes positions by pooling."""
+    return _workload(
+        "poolformer", _make_mixer, partial(_images, 8, 96, 10), "PoolFormer, four stages, 96 x 96 images."
+    )
+
+
 ARCHITECTURES: dict[str, Callable[[], Workload]] = {
     f.__name__: f for f in (bert, gpt2, llama, t5, vit, resnet, convnext, mobilenet, wav2vec)
 }
 """Functions that build the workloads, by name: an encoder, decoders, an encoder-decoder, vision and sound."""
+HELD_OUT: dict[str, Callable[[], Workload]] = {
+    f.__name__: f for f in (distilbert, opt, swin, regnet, poolformer)
+}
+"""Functions that build workloads of architectures on which nothing was developed, by name."""

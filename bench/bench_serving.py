@@ -2,7 +2,8 @@
 
 Each job is tuned once. Then the grid that a user would try by hand is timed with the tuned plan, in turns in one process: fp32, one
 line of ``torch.autocast`` in bf16, and the model cast to bf16, each with contiguous tensors and, for models of images, with
-channels_last. ``tuned_over_best`` is the tuned plan's speed over the fastest loop by hand whose outputs passed the test of outputs;
+channels_last. With ``--compiled`` the fastest of each of the three is compiled too, and so are plans of the search.
+``tuned_over_best`` is the tuned plan's speed over the fastest loop by hand whose outputs passed the test of outputs;
 ``search_s`` the seconds of the search. ``recipe`` compares the model that castwise prepares under ``bf16-true`` with
 ``model.bfloat16()``, and under ``bf16-mixed`` with cast weights of the products inside ``torch.autocast``: a ratio above 1 means that
 castwise takes longer. ``peak_bytes`` is the peak memory of a call, weights included.
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 import castwise
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, HELD_OUT
 from bench_tune import BUILT_IN
 from castwise import Plan, Workload
 from castwise.core.casting.trees import cast_floating, to_device
@@ -44,10 +45,16 @@ class ByHand:
         device: The device.
         how: ``fp32``, ``autocast``, ``cast`` (``model.bfloat16()``) or ``products`` (autocast, with cast weights of products).
         layout: The memory format.
+        compiled: Whether the model is compiled.
     """
 
     def __init__(
-        self, workload: Workload, device: torch.device, how: str, layout: torch.memory_format
+        self,
+        workload: Workload,
+        device: torch.device,
+        how: str,
+        layout: torch.memory_format,
+        compiled: bool = False,
     ) -> None:
         model = build_model(workload, device, 0).eval()
         batch = to_device(next(iter(workload.batches(0))), device)
@@ -62,6 +69,8 @@ class ByHand:
             for module in model.modules():
                 if isinstance(module, PRODUCTS):
                     module.to(LOW)
+        if compiled:
+            model.compile()
         low = how in ("autocast", "products")
         self.model, self._call = model, call
         self._around: Callable[[], Any] = (
@@ -108,10 +117,14 @@ def peak(build: Callable[[], Any], device: torch.device) -> int | None:
         return None
 
 
-def row(workload: Workload | str, name: str, device: torch.device, budget_s: float) -> dict[str, Any]:
+def row(
+    workload: Workload | str, name: str, device: torch.device, budget_s: float, compiled: bool
+) -> dict[str, Any]:
     """Tune a job and time the plan in turns with the loops by hand."""
     begin = time.perf_counter()
-    found = castwise.tune(workload, goal="inference", device=device, budget_s=budget_s, fresh=True)
+    found = castwise.tune(
+        workload, goal="inference", device=device, budget_s=budget_s, fresh=True, compile="auto" if compiled else "never"
+    )  # fmt: skip
     search_s = time.perf_counter() - begin
     job = find_workload(workload) if isinstance(workload, str) else workload
     images = any(isinstance(module, nn.Conv2d) for module in build_model(job, device, 0).modules())
@@ -134,6 +147,20 @@ def row(workload: Workload | str, name: str, device: torch.device, budget_s: flo
         except Exception as error:
             runs.pop(loop, None)
             failed[loop] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    if compiled:
+        laps = race_within(
+            list(runs.items()), rounds=ROUNDS // 4, steps=STEPS, device=device, seconds=SECONDS / 2
+        )
+        for how in ("fp32", "autocast", "cast"):
+            here = [
+                loop for loop in runs if loop.split(",")[0] == how and over(laps, loop, "fp32") is not None
+            ]
+            fastest = max(here, key=lambda loop: _value(over(laps, loop, "fp32")))
+            layout = next(layout for said, layout in layouts.items() if f"{how}{said}" == fastest)
+            made = f"{fastest}, compiled"
+            builds[made] = functools.partial(ByHand, job, device, how, layout, compiled=True)
+            runs[made] = builds[made]()
+            runs[made].block(2)
     laps = race_within(list(runs.items()), rounds=ROUNDS, steps=STEPS, device=device, seconds=SECONDS)
     for run in runs.values():
         run.close()
@@ -145,7 +172,7 @@ def row(workload: Workload | str, name: str, device: torch.device, budget_s: flo
         if loop.split(",")[0] in ("fp32", *(how for how, verdict in sound.items() if verdict != "fail"))
     ]
     speeds = {loop: over(laps, loop, "fp32") for loop in runs}
-    best = max(grid, key=lambda loop: 0.0 if speeds[loop] is None else speeds[loop].value)
+    best = max(grid, key=lambda loop: _value(speeds[loop]))
     return {
         "workload": name, "plan": str(found.plan), "search_s": search_s, "complete": found.evidence.complete,
         "best": best, **_told("tuned_over_best", over(laps, "tuned", best)), **_told("over_fp32", speeds["tuned"]),
@@ -161,6 +188,10 @@ def row(workload: Workload | str, name: str, device: torch.device, budget_s: flo
     }  # fmt: skip
 
 
+def _value(ratio: Ratio | None) -> float:
+    return 0.0 if ratio is None else ratio.value
+
+
 def _told(name: str, ratio: Ratio | None) -> dict[str, float]:
     return {} if ratio is None else {name: ratio.value, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
 
@@ -170,18 +201,21 @@ def _inverse(ratio: Ratio | None) -> Sequence[float] | None:
 
 
 def main() -> None:
-    """Measure and write ``results/serving-<device>.json``."""
+    """Measure and write ``results/serving-<device>.json``, or ``serving-compiled-<device>.json`` with ``--compiled``."""
     parser = arguments(__doc__)
     parser.add_argument("--search", type=float, default=60.0, help="seconds of each search")
     parser.add_argument("--only", help="names of jobs, separated by commas")
+    parser.add_argument("--compiled", action="store_true", help="compile the fastest loops and plans, too")
     given = parser.parse_args()
     device = torch.device(given.device)
-    names = given.only.split(",") if given.only else [*BUILT_IN[device.type], *ARCHITECTURES]
-    with Results("serving", device, __doc__, given.budget) as results:
+    known = ARCHITECTURES | HELD_OUT
+    names = given.only.split(",") if given.only else [*BUILT_IN[device.type], *known]
+    title = "serving-compiled" if given.compiled else "serving"
+    with Results(title, device, __doc__, given.budget) as results:
         for name in names:
             with results.part(name):
-                workload = ARCHITECTURES[name]() if name in ARCHITECTURES else name
-                results.add(row(workload, name, device, given.search))
+                workload = known[name]() if name in known else name
+                results.add(row(workload, name, device, given.search, given.compiled))
 
 
 if __name__ == "__main__":
