@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -196,6 +197,21 @@ def memory_statistics(device: torch.device) -> Any:
             home.memory_allocated(device), home.max_memory_allocated(device)
             return home
     return None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory that are free on a device; None if that is unknown."""
+    if device.type == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        except (OSError, ValueError, StopIteration):
+            return None
+    of_device = getattr(torch.get_device_module(device), "mem_get_info", None)
+    try:
+        return None if of_device is None else int(of_device(device)[0])
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def empty_cache(device: torch.device) -> None:

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from torch import nn
 
-from castwise.core.casting.trees import to_device
+from castwise.core import amounts, devices
+from castwise.core.casting.trees import tensors_in, to_device
 from castwise.core.model.arrival import widen_
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
@@ -89,6 +90,9 @@ class Served:
         parts: The parts of the model for which the search can choose a format.
         used: ATen operators that run in a call.
         images: Whether the memory format matters, because the model has convolutions over images.
+        samples: The number of samples of a batch.
+        batch_bytes: The bytes of a batch.
+        weight_bytes: The bytes of the model's parameters and buffers.
     """
 
     test: OutputTest
@@ -96,6 +100,9 @@ class Served:
     parts: tuple[Part, ...]
     used: frozenset[str]
     images: bool
+    samples: int
+    batch_bytes: int
+    weight_bytes: int
 
 
 def find_for_inference(search: Search) -> None:
@@ -153,7 +160,7 @@ def find_for_inference(search: Search) -> None:
         with journal.stage("memory"):
             measure_peaks(context, search.peaks, compared)
     with journal.stage("latency"):
-        search.latencies = tuple(_latencies(context, compared))
+        search.latencies = tuple(_latencies(search, found, compared))
 
 
 def _refer(context: Context) -> Served:
@@ -189,9 +196,12 @@ def _refer(context: Context) -> Served:
         for part in parts
         for path in part.paths
     )
+    tensors, weights = tensors_in(batch), [*model.parameters(), *model.buffers()]
     return Served(
-        first, functools.cache(lambda: test(settings.seed + 1)), parts, operators_used(once), images
-    )
+        first, functools.cache(lambda: test(settings.seed + 1)), parts, operators_used(once), images,
+        samples=max([tensor.shape[0] for tensor in tensors if tensor.dim()], default=1) or 1,
+        batch_bytes=sum(tensor.nbytes for tensor in tensors), weight_bytes=sum(tensor.nbytes for tensor in weights),
+    )  # fmt: skip
 
 
 # --- outputs ------------------------------------------------------------------------------------------------
@@ -315,8 +325,25 @@ def _compiled(search: Search, found: Served, order: Sequence[Plan]) -> list[Plan
 # --- latency ------------------------------------------------------------------------------------------------
 
 
-def _latencies(context: Context, plans: Sequence[Plan]) -> Iterator[Latency]:
+def _too_large(search: Search, found: Served, size: int) -> str:
+    """Say that a batch of ``size`` samples does not fit into the free memory; empty if it does, or if that is unknown."""
+    free = devices.free_bytes(search.context.device)
+    activations = (search.peaks.get(FP32) or 0) - found.weight_bytes
+    grows = max(
+        activations, 2 * found.batch_bytes
+    )  # at least the samples, and the batch that is made of them
+    needed = found.weight_bytes + grows * max(1.0, size / found.samples)
+    if free is None or needed <= free:
+        return ""
+    return (
+        f"Batch size {size} was not timed: by the peak of a batch of {found.samples} it needs about {amounts.size(needed)} of memory, "
+        f"and {amounts.size(free)} are free."
+    )
+
+
+def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator[Latency]:
     """Time single calls of plans at each batch size, in processes of their own that take turns."""
+    context = search.context
     try:
         payload = context.payload()
     except NotThereError:  # the final has said so
@@ -330,6 +357,9 @@ def _latencies(context: Context, plans: Sequence[Plan]) -> Iterator[Latency]:
                 f"Latencies at batch sizes {left} were not measured: the time ran out."
             )
             return
+        if size is not None and (reason := _too_large(search, found, size)):
+            context.journal.undecided.append(reason)
+            continue
         context.journal.tell("" if size is None else f"batch size {size}", number, len(sizes))
         with contextlib.ExitStack() as stack:
             kind = functools.partial(InferenceRun, batch_size=size)
