@@ -133,7 +133,7 @@ class OutputError:
                 f"rounding the weights and inputs alone changes {self.name} by {self.floor:.2g} of its norm, so the format is too "
                 f"coarse for the model or its inputs; the error of {self.error:.2g} is {times}"
             )
-        return f"the error of {self.name}, {self.error:.2g} of its norm, is {times}"
+        return f"the relative error of {self.name} is {self.error:.2g}, which is {times}"
 
 
 def decide(
