@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Literal, TypeAlias
 
 import torch
+from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 OpOverload: TypeAlias = torch._ops.OpOverload
@@ -91,15 +94,45 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def unobserved() -> Iterator[None]:
-    """Hide the operators inside a ``with`` block from dispatch modes, and their saved tensors from saved-tensor hooks."""
+    """Hide the operators inside a ``with`` block from modes, and their saved tensors from saved-tensor hooks.
+
+    The default device of ``torch.set_default_device`` and ``with torch.device(...)`` stays in force.
+    """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+        stack.enter_context(_only_default_device())
         stack.enter_context(_disable_current_modes())
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             stack.enter_context(
                 torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
             )
         yield
+
+
+@contextlib.contextmanager
+def _only_default_device() -> Iterator[None]:
+    """Disable all ``TorchFunctionMode`` inside a ``with`` block, except for the one that applies the default device."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
+    for mode in kept:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def default_device_of(frame: FrameType) -> torch.device | None:
+    """Return the default device that torch applies to a call in a stack frame, or None in any other frame.
+
+    Under ``torch.set_default_device`` and ``with torch.device(...)``, torch calls each of its functions from a frame of
+    its own, which adds the device to the arguments of functions that create tensors.
+    """
+    mode = frame.f_locals.get("self") if frame.f_code.co_name == "__torch_function__" else None
+    return mode.device if isinstance(mode, DeviceContext) else None
 
 
 def without_transforms(tensor: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:

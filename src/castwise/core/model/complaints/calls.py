@@ -5,6 +5,7 @@ Python does not keep the arguments of a call that raised, so they are evaluated 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -83,10 +84,31 @@ def failed_calls(trace: TracebackType | None) -> tuple[list[Call], Spot]:
         The calls that may be repeated, the innermost first, and the innermost line of user code. The first call is that
         of the operator that failed. The others are those of custom operators whose Python kernels called it.
     """
-    steps = []
+    steps, device = _steps(trace)
+    with contextlib.nullcontext() if device is None else device:
+        return _failed_calls(steps)
+
+
+def _steps(trace: TracebackType | None) -> tuple[list[TracebackType], torch.device | None]:
+    """Return the frames of a traceback and the default device in force in the innermost one, if it can be seen.
+
+    The frames in which torch applies a default device are left out, so that a call looks as it does without one.
+    """
+    steps: list[TracebackType] = []
+    device = None
     while trace is not None:
-        steps.append(trace)
+        found = _torch.operators.default_device_of(trace.tb_frame)
+        if found is None:
+            steps.append(trace)
+        else:
+            device = found
+            if steps and steps[-1].tb_frame.f_code is torch.overrides.handle_torch_function.__code__:
+                del steps[-2:]  # the function that handed itself over and is called again in the next frame
         trace = trace.tb_next
+    return steps, device
+
+
+def _failed_calls(steps: list[TracebackType]) -> tuple[list[Call], Spot]:
     while steps and _below_kernel(steps):
         steps.pop()
     calls: list[Call] = []
