@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
     other_device = pytest.mark.skip(reason=f"tests CPUs, and this run uses {DEVICE}")
     no_inductor = pytest.mark.skip(reason="Inductor cannot compile for the simulated device")
-    no_sparse = pytest.mark.skip(reason="the simulated device has no sparse tensors")
+    no_sparse = pytest.mark.skip(reason="the simulated device has only dense tensors")
     has_gpu, has_cpp = torch.cuda.is_available(), can_compile_cpp()
     for item in items:
         if item.get_closest_marker("cpu") and DEVICE != "cpu":

@@ -698,6 +698,13 @@ void fused_sgd(at::TensorList self, at::TensorList grads, at::TensorList momenta
     for (size_t k = 0; k < wide[i].size(); ++k) narrow[i][k].copy_(wide[i][k]);
 }
 
+// Like CUDA's, it also counts integers.
+Tensor histc(const Tensor& input, int64_t bins, const Scalar& min, const Scalar& max) {
+  auto run = at::native::call_fallback_fn<&run_on_cpu, ATEN_OP(histc)>::call;
+  return at::isIntegralType(input.scalar_type(), false)
+      ? run(input.to(at::kFloat), bins, min, max).to(input.scalar_type()) : run(input, bins, min, max);
+}
+
 int64_t attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                   std::optional<double>, bool) {
   return int64_t(sdp::SDPBackend::math);
@@ -719,6 +726,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
   m.impl("_fused_sgd_", fused_sgd);
   m.impl("_fused_sdp_choice", attention);
+  m.impl("histc", histc);
+  // Torch's default for these is a composition that accepts mixed dtypes, which no kernel does.
+  for (auto name : {"native_layer_norm", "native_group_norm"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
 // The copy kernel resolves conjugation and negation itself; torch's kernels for such tensors would copy and recurse.

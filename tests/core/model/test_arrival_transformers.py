@@ -12,6 +12,7 @@ from torch import nn
 
 import castwise
 from castwise.core.plans.plan import PRESETS
+from castwise.core.plans.rules import base_table
 from tests.core.masters.presets import ALL
 from tests.here import DEVICE
 from tests.soak import each_value
@@ -108,8 +109,8 @@ def test_adapters_train_beside_a_base_in_bf16_that_stays(kind: str, plan: str) -
     held = {p.dtype for group in optimizer.param_groups for p in group["params"]}
     assert held == {torch.float32 if PRESETS[plan].master == "fp32" else amp.plan.compute_dtype}
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    # Under torch's own list, fp16 and bf16 inputs meet in layer_norm.
-    if plan == "fp16-mixed" and kind == "gpt2":
+    # Where torch's own list lacks layer_norm, fp16 and bf16 inputs meet there.
+    if plan == "fp16-mixed" and kind == "gpt2" and "layer_norm" not in base_table("native", DEVICE):
         with pytest.raises(RuntimeError, match="widen='all'"):
             train(amp, model, optimizer)
         amp.close()

@@ -312,6 +312,25 @@ def test_tables_at_inference(kind: str) -> None:
             assert float((model(data()) - want).norm() / want.norm()) < ROUNDING[torch.bfloat16]
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode_around_prepare_changes_only_values(made_inside: bool) -> None:
+    """Parameters stay normal tensors, or inference tensors, as the model was made."""
+    with torch.inference_mode(made_inside):
+        model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
+    before = copy.deepcopy(model.state_dict())
+    with torch.inference_mode():
+        amp = castwise.Amp("bf16-true+memory_format=channels_last", device=DEVICE)
+        amp.prepare(model, inference=True, keep_originals=True)
+        assert model(torch.ones(1, 4, 4, 4)).isfinite().all()
+    assert model[0].weight.dtype is torch.bfloat16
+    assert all(p.is_inference() is made_inside for p in model.parameters())
+    amp.close()
+    assert all(p.is_inference() is made_inside for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    if not made_inside:
+        model(torch.ones(1, 4, 4, 4)).sum().backward()
+
+
 def test_a_model_on_the_meta_device_resolves_as_one_in_memory() -> None:
     with torch.device("meta"):
         bare = MODELS["attention"]()

@@ -16,6 +16,7 @@ from castwise.errors import StateError, WorkloadError
 from tests.here import DEVICE
 
 pytestmark = [
+    pytest.mark.sparse,
     pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
 ]

@@ -185,6 +185,18 @@ def counted_alias(data: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     return alias  # type: ignore[no-any-return]
 
 
+def assign(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Set ``tensor.data = values``, whether or not either was made in inference mode.
+
+    Torch refuses an unlike pair on devices that its list of dense backends lacks, such as all of ``PrivateUse1``. On
+    other devices, ``tensor`` would become an inference tensor.
+    """
+    if values.is_inference() is not tensor.is_inference():
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            values = values.clone()
+    tensor.data = values
+
+
 def below_torch_function(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Call ``function`` as if no argument had a ``__torch_function__`` of its own."""
     with torch._C.DisableTorchFunctionSubclass():

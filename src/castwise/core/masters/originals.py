@@ -53,7 +53,7 @@ def assign(parameter: Tensor, values: Tensor) -> None:
     if hasattr(parameter, "device_mesh"):
         _torch.distributed.set_dtensor(parameter, values)
     else:
-        parameter.data = values
+        _torch.tensors.assign(parameter, values)
 
 
 def agree(full: Tensor, values: Tensor) -> bool:
@@ -116,7 +116,8 @@ def store(parameter: Tensor, dtype: torch.dtype) -> None:
     former = original_of(parameter)
     if former is None:
         former = parameter.detach()
-    values = former.to(dtype)
+    with torch.inference_mode(parameter.is_inference()):
+        values = former.to(dtype)
     if is_low(values) and former.dtype is not dtype:
         # This is recorded first, so that an interrupt cannot lose the values.
         _originals[parameter] = _Original(former.data, dtype, _torch.tensors.version(parameter))

@@ -165,7 +165,7 @@ def store_(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if dtypes.get(name, tensor.dtype) is not tensor.dtype:
             tensor.grad = None
-            tensor.data = tensor.data.to(dtypes[name])
+            _torch.tensors.assign(tensor, tensor.data.to(dtypes[name]))
 
 
 def _names(path: str, module: nn.Module) -> Iterator[str]:

@@ -8,6 +8,7 @@ import os
 import torch
 from torch import nn
 
+from castwise.core import _torch
 from castwise.core.model.resolve import named_tensors
 from castwise.core.plans.plan import Plan, as_plan
 from castwise.core.plans.text import some
@@ -59,5 +60,5 @@ def bake(model: nn.Module, plan: Plan | str | os.PathLike[str] | torch.dtype) ->
             )
         stored = stored_tensors(copied)
     for name, tensor in named_tensors(baked):
-        tensor.data = stored[name].data
+        _torch.tensors.assign(tensor, stored[name].data)
     return baked

@@ -172,9 +172,8 @@ def store(
             if drop:
                 masters.forget_original(tensor)
         if strides and not hasattr(tensor, "device_mesh"):
-            tensor.data = tensor.data.to(
-                memory_format=torch.channels_last
-            )  # contiguous() does not change 1 x 1 kernels
+            # contiguous() does not change 1 x 1 kernels
+            _torch.tensors.assign(tensor, tensor.data.to(memory_format=torch.channels_last))
     if dtypes:
         _flatten_recurrent(model)
     return rounded
@@ -240,7 +239,7 @@ def _as_before(
         masters.forget_original(tensor)
     if tensor.stride() != stride and not hasattr(tensor, "device_mesh") and tensor.dim() == len(stride):
         data = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
-        tensor.data = data.copy_(tensor.data)
+        _torch.tensors.assign(tensor, data.copy_(tensor.data))
     if tensor.is_leaf:
         masters.fit_grad(tensor, grad_dtype)
 
