@@ -37,14 +37,24 @@ def test_a_loader_begins_again() -> None:
     assert [batch[0].tolist() for batch in _first(loader, 4)] == [[0, 1], [2, 3], [4, 5], [0, 1]]
 
 
-def test_a_shuffled_loader_is_shuffled_anew() -> None:
+@pytest.mark.parametrize(
+    "own",
+    [
+        # DataLoader's default generator is on the CPU, which fails if the default device is another.
+        pytest.param(False, marks=pytest.mark.cpu),
+        True,
+    ],
+)
+def test_a_shuffled_loader_is_shuffled_anew(own: bool) -> None:
     torch.manual_seed(0)
-    # DataLoader's default generator is on the CPU, which fails if the default device is another.
-    draw = None if DEVICE == "cpu" else torch.Generator(DEVICE).manual_seed(0)
+    draw = torch.Generator(DEVICE).manual_seed(0) if own else None
     loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=64, shuffle=True, generator=draw)
     one, two = _first(loader, 2)
     assert sorted(one[0].tolist()) == sorted(two[0].tolist())
     assert one[0].tolist() != two[0].tolist()
+    if own:
+        again = _first(loader, 2)  # it starts from the loader's state, which was left alone
+        assert [batch[0].tolist() for batch in again] == [one[0].tolist(), two[0].tolist()]
 
 
 def test_a_loader_over_an_iterable_dataset_begins_again() -> None:

@@ -39,8 +39,9 @@ def endless(batches: Any, call: str) -> Callable[[int], Iterator[Any]]:
             f"{call}: batches is {type(batches).__name__}; give a sequence of batches, a DataLoader or a function "
             "batches(seed) -> iterator"
         )
-    go_through = _aside if isinstance(batches, DataLoader) else iter
-    return functools.partial(_again, lambda _seed: go_through(batches), call)
+    if isinstance(batches, DataLoader):
+        return functools.partial(_again_aside, batches, call)
+    return functools.partial(_again, lambda _seed: iter(batches), call)
 
 
 def epochs_of(workload: Workload) -> Workload:
@@ -48,13 +49,18 @@ def epochs_of(workload: Workload) -> Workload:
     return dataclasses.replace(workload, batches=endless(workload.batches, f"workload {workload.name!r}"))
 
 
-def _aside(loader: Any) -> Iterator[Any]:
-    """Iterate over a data loader without changing the loader's random generators or persistent workers for other users.
+def _again_aside(loader: Any, call: str, seed: int) -> Iterator[Any]:
+    """Iterate over a data loader without end, and without changing its generators and workers for other users.
 
-    Each iteration has its own generator state, which starts from the loader's state.
+    The iterator has its own generator state, which starts from the loader's state and goes on from epoch to epoch.
     """
     generators = _generators(loader)
-    mine = [generator.get_state() for generator in generators]
+    state = [generator.get_state() for generator in generators]
+    return _again(lambda _seed: _aside(loader, generators, state), call, seed)
+
+
+def _aside(loader: Any, generators: list[torch.Generator], mine: list[Tensor]) -> Iterator[Any]:
+    """Iterate over one epoch. ``mine`` has the states of the generators for it, and afterwards those for the next."""
     going: Iterator[Any] | None = None
     while True:
         theirs = [generator.get_state() for generator in generators]
@@ -66,7 +72,7 @@ def _aside(loader: Any) -> Iterator[Any]:
                     going = iter(loader)
             batch = next(going, _END)
         finally:
-            mine = [generator.get_state() for generator in generators]
+            mine[:] = [generator.get_state() for generator in generators]
             for generator, state in zip(generators, theirs, strict=True):
                 generator.set_state(state)
         if batch is _END:
