@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -25,6 +26,16 @@ if DEVICE == sim.NAME:
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
     torch.backends.cudnn.deterministic = True  # many tests require equal bits in two runs
+
+
+def init_process_group(**options: Any) -> None:
+    """Start torch's default process group with gloo, for tensors on the host and on the device."""
+    if DEVICE == sim.NAME:
+        from tests.device import group
+
+        group.init(**options)
+    else:
+        torch.distributed.init_process_group("gloo", **options)
 
 
 def until_known(step: Callable[[], object], fused: bool = True) -> None:

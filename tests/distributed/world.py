@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.here import init_process_group
 from tests.processes import fork_home, forks
 
 _PATIENCE_S = 120
@@ -24,8 +25,7 @@ def _work(rank: int, size: int, folder: str, pipe: Any, searches: bool) -> None:
     torch.set_num_threads(1)
     if searches:
         fork_home()
-    dist.init_process_group(
-        "gloo",
+    init_process_group(
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=size,

@@ -20,7 +20,7 @@ from castwise.core.casting import kernels
 from castwise.core.casting.context import override_rows
 from castwise.core.session.process import Claim, _claimed
 from tests.core.masters.test_undo import Interrupts, interrupted
-from tests.here import DEVICE, FP32_MATMUL
+from tests.here import DEVICE, FP32_MATMUL, init_process_group
 from tests.soak import each_value
 
 PLAN = Plan.parse("bf16-mixed+fp32_matmul=ieee+fp32_conv=ieee+ops.exp=fp32")
@@ -105,7 +105,7 @@ def test_an_interrupted_ddp_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> N
         register(module, *args, **kwargs)
         raise KeyboardInterrupt
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
         amp.prepare(model, optimizer)
         before = dict(model._forward_pre_hooks)
