@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,15 @@ import torch
 from castwise.lab.watch import Monitor
 from tests.here import DEVICE
 from tests.lab.watch.jobs import same
+
+pytestmark = pytest.mark.skipif(DEVICE == "sim", reason="Lightning and accelerate do not know the device")
+
+
+@pytest.fixture(autouse=True)
+def on_the_host() -> Iterator[None]:
+    """Create models and batches on the CPU: the trainers move them, and their loaders draw from CPU generators."""
+    with torch.device("cpu"):
+        yield
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.isinstance.treespec, LeafSpec")
@@ -62,7 +72,7 @@ def test_the_trainer_of_transformers(tmp_path: Path) -> None:
 
     ends, callback = [], Watching()
     for watched in (False, True):
-        run = trainer(tmp_path, "fp16-mixed")
+        run = trainer(tmp_path, "fp16-mixed", use_cpu=DEVICE == "cpu")
         if watched:
             run.add_callback(callback)
         run.train()
