@@ -22,8 +22,8 @@ demo: $(STAMP)
 # `make test DEVICE=sim` runs what is about devices on a simulated accelerator (tests/device), and DEVICE=cuda on a GPU.
 DEVICE ?= cpu
 ON_DEVICES := tests/device tests/contract tests/lifecycle tests/core/casting tests/core/scaler tests/core/masters \
-	tests/core/session tests/core/checkpoint tests/lab/inspect tests/lab/watch tests/lab/parity tests/lab/passes \
-	tests/lab/search tests/commands/jobs
+	tests/core/model tests/core/serve tests/core/session tests/core/checkpoint tests/lab/inspect tests/lab/watch \
+	tests/lab/parity tests/lab/passes tests/lab/search tests/lab/serve tests/commands/jobs
 test: $(STAMP)
 	CASTWISE_TEST_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile \
 		--no-loadscope-reorder $(if $(filter-out cpu,$(DEVICE)),$(ON_DEVICES))
