@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Literal, TypeAlias
 
 import torch
-from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -112,7 +112,7 @@ def unobserved() -> Iterator[None]:
 @contextlib.contextmanager
 def _only_default_device() -> Iterator[None]:
     """Disable all ``TorchFunctionMode`` inside a ``with`` block, except for the one that applies the default device."""
-    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
     for mode in kept:
         _push_mode(mode)
