@@ -727,7 +727,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sgd_", fused_sgd);
   m.impl("_fused_sdp_choice", attention);
   m.impl("histc", histc);
-  // Torch's default for these is a composition that accepts mixed dtypes, which no kernel does.
+  // Torch's default for these is a composition that accepts any mix of dtypes; the kernels of devices refuse fp32 inputs with low weights.
   for (auto name : {"native_layer_norm", "native_group_norm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
