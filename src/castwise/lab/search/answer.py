@@ -307,10 +307,18 @@ def _soundness(search: Search) -> str:
     return f"{same}, and in training {in_training(trained)}."
 
 
+_METRICS = 3
+"""The largest number of metrics that the answer names."""
+
+
 def _same_outputs(search: Search) -> str:
     """Say how good the chosen plan's outputs are, and what was not tested."""
     found = search.verified
-    return "" if found is None else f"On fresh batches its outputs are as good as fp32's: {found.reason}."
+    if found is None:
+        return ""
+    metrics = [f"{one.name} is {one.plan:.4g} ({one.fp32:.4g} in fp32)" for one in found.metrics[:_METRICS]]
+    told = f" By the workload's evaluate, {'; '.join(metrics)}." if metrics else ""
+    return f"On fresh batches its outputs are as good as fp32's: {found.reason}.{told}"
 
 
 def _latency(search: Search) -> str:
