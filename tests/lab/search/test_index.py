@@ -134,6 +134,55 @@ class Holds(nn.Module):
         return self.layer(x)
 
 
+class Slotted:
+    __slots__ = ("eps",)
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedData(Slotted):
+    more: int = 0
+
+
+def decorated(by: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that a library's decorator wraps."""
+    return torch.enable_grad()(lambda x: x + by)
+
+
+def of_static_methods(by: float) -> type:
+    """Return a function with a backward of its own, whose class has only static methods."""
+
+    class Adds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x + by
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad
+
+    return Adds
+
+
+def hooked(by: float) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        made = JOB.model()
+        made.register_forward_hook(lambda module, args, output: output + 0.0 * by)
+        return made
+
+    return make
+
+
+def one(x: Tensor) -> Tensor:
+    return x
+
+
+def two(x: Tensor) -> Tensor:
+    return x * 1
+
+
 class Configuration:
     def __init__(self, eps: float) -> None:
         self.eps = eps
@@ -146,6 +195,12 @@ HELD: dict[str, tuple[Any, Any]] = {
     "an object": (Configuration(1e-6), Configuration(1e-9)),
     "a function": (lambda x: x, lambda x: x + 1),
     "an array": (np.ones(2), np.zeros(2)),
+    "an object with slots": (Slotted(1e-6), Slotted(1e-9)),
+    "a dataclass with slots": (SlottedData(1), SlottedData(2)),
+    "a function in a library's decorator": (decorated(1.0), decorated(2.0)),
+    "a class of static methods": (of_static_methods(1.0), of_static_methods(2.0)),
+    "functions in another order": ([one, two, one], [one, two, two]),
+    "a tensor in a closure": ((lambda t: lambda: t)(torch.ones(3)), (lambda t: lambda: t)(torch.zeros(3))),
     "a partial": (functools.partial(torch.add, alpha=1), functools.partial(torch.add, alpha=2)),
 }
 
@@ -164,7 +219,41 @@ def test_a_model_that_holds_another_value_is_searched(what: str) -> None:
     assert find(jobs[1], CPU, SETTINGS)[0] is None
 
 
-@pytest.mark.parametrize("number", [1, 7])
+def test_a_model_with_another_hook_is_searched() -> None:
+    jobs = [job_of(dataclasses.replace(JOB, model=hooked(by)), CPU, SETTINGS) for by in (1.0, 1.0, 2.0)]
+    assert all(jobs)
+    assert jobs[0] == jobs[1] != jobs[2]
+
+
+def test_what_acts_in_a_low_format_alone_is_searched_wherever_its_code_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here an environment variable decides, which no digest of code holds."""
+
+    def offset(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        output = model(batch[0])
+        output = output.float() if os.environ["WIDE"] == "yes" else output
+        return nn.functional.mse_loss(((output + 1000.0) - 1000.0).float(), batch[1])
+
+    found: dict[tuple[str, str], index.Job | None] = {}
+    for goal in ("numerics", "inference"):
+        job = dataclasses.replace(JOB, loss=offset, outputs=lambda model, batch: offset(model, batch))
+        for wide in ("yes", "no"):
+            monkeypatch.setenv("WIDE", wide)
+            found[goal, wide] = job_of(job, CPU, dataclasses.replace(SETTINGS, goal=goal))
+        one, other = found[goal, "yes"], found[goal, "no"]
+        assert one is not None
+        assert other is not None
+        assert one.low != other.low
+        assert (one.digest, one.loss, one.norm, one.data) == (
+            other.digest,
+            other.loss,
+            other.norm,
+            other.data,
+        )
+
+
+@pytest.mark.parametrize("number", [1, 7, 31])
 def test_other_data_in_a_later_batch_is_searched(number: int) -> None:
     def others(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         for at, (x, y) in enumerate(batches(seed)):

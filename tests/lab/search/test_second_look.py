@@ -89,6 +89,39 @@ def test_the_search_for_regions_tests_trained_weights_too(steps: int | None, kep
     assert any("weights after" in sentence for sentence in result.evidence.why) or result.plan == FP32
 
 
+def flipped(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield classes of which one in two hundred is wrong: a probability of exactly 1 then has no gradient."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    while True:
+        x = torch.randn(64, 16, generator=generator, device="cpu")
+        y = (x.sum(1) > 0) ^ (torch.rand(64, generator=generator, device="cpu") < 0.005)
+        yield x, y.float()[:, None]
+
+
+def test_damage_that_trained_weights_do_in_a_few_batches_is_found_and_its_source_alone_repaired() -> None:
+    job = Workload(
+        "probabilities",
+        model=lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1), nn.Sigmoid()),
+        optimizer=lambda params: torch.optim.Adam(params, lr=3e-3),
+        batches=flipped,
+        loss=lambda model, batch: nn.functional.binary_cross_entropy(model(batch[0]).float(), batch[1]),
+    )
+    result = castwise.tune(
+        job,
+        goal="numerics",
+        formats=("bf16",),
+        device=DEVICE,
+        budget_s=60,
+        warmup_steps=300,
+        fresh=True,
+        memory=False,
+    )
+    assert str(result.plan) == "bf16-mixed+regions.3=fp32"
+    assert any(
+        note.startswith("The gradient test after 300 fp32 steps: pass") for note in result.evidence.notes
+    )
+
+
 def test_where_no_repair_passes_the_plan_is_fp32_and_another_plans_damage_is_not_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

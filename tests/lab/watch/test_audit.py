@@ -34,6 +34,14 @@ class Drifting(nn.Module):
         return self.second(torch.tanh(hidden - self.shift.to(hidden.dtype)))  # type: ignore[no-any-return]
 
 
+class Sometimes(Drifting):
+    """Adds and subtracts a large number for batches with large inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift = torch.tensor(300.0 if x.abs().max() > 50.0 else 0.0)
+        return super().forward(x.clamp(-3.0, 3.0))
+
+
 def watched(plan: str, net: nn.Module | None = None, **how: Any) -> tuple[Any, Any, Any, Monitor]:
     net = Drifting() if net is None else net
     made = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -67,6 +75,21 @@ def test_a_sound_plan_is_sound_and_one_that_breaks_later_is_caught_then(plan: st
         net.shift.zero_()
     assert monitor.audit().verdict in ("sound", "pass")
     assert not [a for a in monitor.open_alarms if a.kind == "audit"]
+
+
+def test_an_audit_after_one_that_did_not_pass_is_no_small_one() -> None:
+    """A plan that damages one batch in eight would be sound on most pairs of batches."""
+
+    def mixed(seed: int) -> Any:
+        for number, (inputs, targets) in enumerate(batches(400, seed=seed)):
+            yield (inputs * 100.0 if number % 8 == 7 else inputs), targets
+
+    amp, net, made, monitor = watched("bf16-mixed", Sometimes(), batches=mixed)
+    train(amp, net, made, 3)
+    verdicts = [monitor.audit() for _ in range(4)]
+    assert verdicts[0].verdict != "pass"
+    assert all(one.microbatches > 8 for one in verdicts)
+    assert "sound" not in {one.verdict for one in verdicts}
 
 
 def test_a_fault_of_a_tenth_of_the_update_is_no_sound_plan() -> None:

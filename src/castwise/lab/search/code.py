@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from castwise.errors import is_users
 
-_TORCHS = frozenset(vars(nn.Module()))
+_TORCHS = frozenset(name for name in vars(nn.Module()) if not name.endswith("_hooks"))
+_LARGEST = 1 << 20
+"""Largest number of elements of a tensor, besides parameters, whose values are read."""
 _PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, types.NoneType)
 
 
@@ -60,12 +62,22 @@ class _Reader:
 
     def held(self, name: str, thing: Any) -> None:
         """Add the attributes of an object to the digest, without those of a module that torch itself sets."""
-        own = vars(thing)
+        own = dict(getattr(thing, "__dict__", {}))
+        for cls in type(thing).__mro__:
+            names = vars(cls).get("__slots__", ())
+            own |= {
+                name: getattr(thing, name)
+                for name in ((names,) if isinstance(names, str) else names)
+                if hasattr(thing, name)
+            }
         if isinstance(thing, nn.Module):
             own = {key: value for key, value in own.items() if key not in _TORCHS}
         for key, value in sorted(own.items()):
             self._say(name, key)
-            self.read(value)
+            is_hooks = isinstance(thing, nn.Module) and key.endswith(
+                "_hooks"
+            )  # by numbers that differ each time
+            self.read(list(value.values()) if is_hooks else value)
 
     def read(self, thing: Any, inside: bool = False) -> None:
         """Add an object to the digest, and the user's code to which it refers.
@@ -76,9 +88,20 @@ class _Reader:
             self._say(thing)
             return
         if id(thing) in self._seen:
+            self._say(list(self._seen).index(id(thing)))  # the first place says what it is
             return
         self._seen[id(thing)] = thing
-        if isinstance(thing, (nn.Module, Tensor)):
+        if isinstance(thing, Tensor):
+            self._say(tuple(thing.shape), str(thing.dtype))
+            if (
+                not isinstance(thing, nn.Parameter)
+                and thing.layout is torch.strided
+                and thing.numel() <= _LARGEST
+            ):
+                self._say(thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            return
+        if isinstance(thing, nn.Module):
+            self.methods(type(thing))
             return
         if isinstance(thing, (np.ndarray, np.generic)):
             self._say(thing.shape, thing.dtype.str, thing.tobytes())
@@ -98,7 +121,9 @@ class _Reader:
                 self.read(part, inside)
             if not parts:
                 self.read(type(thing))
-                if hasattr(thing, "__dict__"):  # a configuration, for example
+                if hasattr(thing, "__dict__") or hasattr(
+                    type(thing), "__slots__"
+                ):  # a configuration, for example
                     self.held(type(thing).__qualname__, thing)
 
     def _function(self, function: types.FunctionType, inside: bool) -> None:
@@ -114,6 +139,10 @@ class _Reader:
                 self.read(held)
         if own:
             self._globals(function)
+        if (
+            wrapped := getattr(function, "__wrapped__", None)
+        ) is not None:  # by a decorator, often of a library
+            self.read(wrapped, inside)
 
     def _code(self, code: types.CodeType) -> None:
         self._say(code.co_code, code.co_names)
@@ -136,7 +165,10 @@ class _Reader:
 
 
 def _is_own(kind: type) -> bool:
-    return any(is_users(value.__code__.co_filename) for value in vars(kind).values() if isinstance(value, types.FunctionType))  # fmt: skip
+    values = (
+        getattr(value, "__func__", value) for value in vars(kind).values()
+    )  # of static and class methods
+    return any(is_users(value.__code__.co_filename) for value in values if isinstance(value, types.FunctionType))  # fmt: skip
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

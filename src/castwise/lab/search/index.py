@@ -3,9 +3,10 @@
 A job is identified by the settings of the search, the structure of its model and optimizer, and the shapes of its first batch. The
 loss and the gradient norm on that batch tell whether weights, data and loss are about the same.
 
-The stored result is the answer only if nothing is known to differ: loss and norm are equal to the last bit, the first batches
-have the same bytes, and code, values that modules hold, device, threads and versions are the same. Otherwise the stored plan is
-only tried first. That holds also for a plan that was found with less time or with fewer measurements than are now requested.
+The stored result is the answer only if nothing is known to differ: loss and norm are equal to the last bit, in fp32 and in each low
+format of the search, the first batches have the same bytes, and code, values that modules hold, device, threads and versions are
+the same. Results in low formats see any code that acts only there, wherever it is: a cast more or less changes nothing in
+fp32. Otherwise the stored plan is only tried first. That holds also for a plan that was found with less time or with fewer measurements than are now requested.
 
 Only completed searches are kept. Files that cannot be read or written are ignored. The folder may be shared
 (``CASTWISE_CACHE_DIR``), so files are also ignored if a user other than this user or root has written or could write them.
@@ -14,6 +15,7 @@ Only completed searches are kept. Files that cannot be read or written are ignor
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -25,7 +27,7 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,9 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core import _torch
-from castwise.core.casting.trees import map_tensors, tensors_in, to_device
+from castwise.core.casting.trees import cast_floating, map_tensors, tensors_in, to_device
 from castwise.core.devices import in_fp64
+from castwise.core.plans.formats import FORMATS, LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import read_json
 from castwise.lab.parity.probes import as_real
@@ -50,8 +53,8 @@ from castwise.lab.workloads.workload import Workload
 
 ALIKE = 0.01
 """A stored plan is tried first if the two losses, and the two norms, differ by no more than this share."""
-BATCHES = 8
-"""Number of batches whose bytes must be the same: those whose gradients a search compares first."""
+BATCHES, MOST_BATCHES, MOST_BYTES = 8, 32, 1 << 28
+"""Number of batches whose bytes must be the same: up to ``MOST_BATCHES`` in ``MOST_BYTES``, but at least ``BATCHES``."""
 _FREE = ("budget_s", "memory", "verify_seeds", "seed")
 """Settings that change how well a plan is known, but not which plan the search looks for."""
 _LARGEST = 1 << 26
@@ -76,6 +79,8 @@ class Job:
         code: Digest of the code of model, loss, optimizer and batches, of the values that modules hold, and of the operators
             of a forward. They may change the speed of a step, or its results in another format, and not this loss.
         data: Digest of the bytes of the first batches.
+        low: Digest of losses and norms of the gradients on the first batch in each low format of the search, by autocast and with
+            everything low.
     """
 
     digest: str
@@ -83,6 +88,7 @@ class Job:
     norm: float
     code: str
     data: str
+    low: str
 
     def is_same(self, other: Mapping[str, Any]) -> bool:
         """Whether another job is this job, as far as one pass in fp32, the code and the data tell."""
@@ -110,13 +116,19 @@ def job_of(workload: Workload, device: torch.device, settings: Settings) -> Job 
             with observed(model, seen := Operators()):
                 loss = workload.loss(model, batch)
             loss.backward()
-            gradients = [_torch.tensors.dense_values(p.grad.coalesce() if p.grad.is_sparse else p.grad) for p in model.parameters() if p.grad is not None]  # fmt: skip
-            norm = math.sqrt(sum(float(in_fp64(as_real(gradient)).square().sum()) for gradient in gradients))
+            norm = _norm([p.grad for p in model.parameters() if p.grad is not None])
             said = [_settings(settings), _structure(model), _optimizer(optimizer), _shapes(batch)]
             functions = (workload.model, workload.loss, workload.optimizer, type(optimizer), workload.batches)
             code = _digest(repr([code_digest(model, functions), [*map(str, seen.ran)]]))
             data = _data(workload, settings.seed)
-            return Job(_digest_without_addresses(said), float(loss.detach()), norm, code, data)
+            low = _low(
+                workload,
+                model,
+                device,
+                settings,
+                lambda m, b: _loss_and_norm(workload, m, to_device(b, device)),
+            )
+            return Job(_digest_without_addresses(said), float(loss.detach()), norm, code, data, low)
     except (Exception, SystemExit):
         return None
 
@@ -128,11 +140,56 @@ def _job_of_inference(workload: Workload, model: nn.Module, device: torch.device
     call = served(workload, model, batch)
     with torch.inference_mode(), observed(model, seen := Operators()):
         outputs = tensors_in(call())
-    norms = [math.sqrt(sum(float(in_fp64(as_real(t)).square().sum()) for t in some)) for some in (outputs, [p.detach() for p in model.parameters()])]  # fmt: skip
+    norms = [_norm(some) for some in (outputs, [p.detach() for p in model.parameters()])]
     functions = (workload.model, workload.loss, workload.outputs, workload.batches)
     code = _digest(repr([code_digest(model, functions), [*map(str, seen.ran)]]))
     said = [_settings(settings), _structure(model), _shapes(batch)]
-    return Job(_digest_without_addresses(said), norms[0], norms[1], code, _data(workload, settings.seed))
+    low = _low(workload, model, device, settings, lambda m, b: _outputs(workload, m, to_device(b, device)))
+    data = _data(workload, settings.seed)
+    return Job(_digest_without_addresses(said), norms[0], norms[1], code, data, low)
+
+
+def _low(
+    workload: Workload,
+    model: nn.Module,
+    device: torch.device,
+    settings: Settings,
+    run: Callable[[nn.Module, Any], list[float]],
+) -> str:
+    """Return a digest of the results on a batch in each low format of a search, by autocast and with everything low."""
+    found: list[Any] = []
+    first = next(iter(workload.batches(settings.seed)))
+    for name in sorted(set(settings.formats) & set(LOW)):
+        dtype = FORMATS[name].dtype
+        for stores in (False, True):
+            copied, batch = copy.deepcopy(model), first
+            if stores:
+                copied, batch = copied.to(dtype), cast_floating(batch, dtype)
+            seed_all(settings.seed)
+            try:
+                with torch.autocast(device.type, dtype, enabled=not stores):
+                    found.append((name, stores, run(copied, batch)))
+            except Exception as error:  # the search reports what the format cannot run
+                found.append((name, stores, type(error).__name__))
+    return _digest(repr(found))
+
+
+def _loss_and_norm(workload: Workload, model: nn.Module, batch: Any) -> list[float]:
+    model.zero_grad()
+    loss = workload.loss(model, batch)
+    loss.backward()
+    return [float(loss.detach()), _norm([p.grad for p in model.parameters() if p.grad is not None])]
+
+
+@torch.inference_mode()
+def _outputs(workload: Workload, model: nn.Module, batch: Any) -> list[float]:
+    return [_norm([output]) for output in tensors_in(served(workload, model, batch)())]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """Return the norm of tensors together, in fp64."""
+    dense = [_torch.tensors.dense_values(t.coalesce() if t.is_sparse else t) for t in tensors]
+    return math.sqrt(sum(float(in_fp64(as_real(tensor)).square().sum()) for tensor in dense))
 
 
 def _digest_without_addresses(said: Any) -> str:
@@ -141,12 +198,15 @@ def _digest_without_addresses(said: Any) -> str:
 
 def _data(workload: Workload, seed: int) -> str:
     """Return a digest of the bytes and values of the first batches."""
-    digest = hashlib.sha256()
-    for batch in itertools.islice(workload.batches(seed), BATCHES):
+    digest, held = hashlib.sha256(), 0
+    for number, batch in enumerate(itertools.islice(workload.batches(seed), MOST_BATCHES)):
+        if number >= BATCHES and held > MOST_BYTES:
+            break
         digest.update(values_digest(batch).encode())
         for tensor in tensors_in(batch):
             dense = _torch.tensors.dense_values(tensor.detach().cpu()).contiguous()
             digest.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
+            held += dense.nbytes
     return digest.hexdigest()[:16]
 
 

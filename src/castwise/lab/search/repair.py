@@ -5,7 +5,7 @@
 that each causes alone (measured: the sum is 0.99 to 1.03 of the joint damage). Bisection therefore finds its source. One half
 of the parts runs low and the rest in fp32, then the other half. This goes on with the worse half until the damage that is not
 yet explained is below the threshold. One bad part among n costs about 4 log2(n) passes at any depth, because blocks of equal
-structure are one part.
+structure are one part. The passes are on the microbatches that the plan damages most, because damage may be in few of them.
 
 If the damages of the parts do not add up to the measured damage, it arises between parts. It may arise between two parts that
 are harmless alone, or between two parts in fp32 whose outputs are cast to the low format. The smallest
@@ -121,6 +121,10 @@ class NumericsSearch:
         self._below: dict[
             Plan, int
         ] = {}  # by numerics of a plan: number of microbatches on which the plan was shown to pass
+        self._hardest: dict[
+            Plan, list[int]
+        ] = {}  # by numerics of a plan that did not pass: its microbatches, worst first
+        self._hard: list[int] = []  # those of the plan that is being repaired
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self._joints: dict[Plan, ParityResult | None] = {}
         self._extra = (
@@ -131,6 +135,10 @@ class NumericsSearch:
     def left(self) -> int:
         """Return how many forward/backward passes are still allowed."""
         return MOST_PASSES - (self._test.prober.passes - self._extra)
+
+    def renew(self) -> None:
+        """Allow as many passes as at the beginning."""
+        self._extra = self._test.prober.passes
 
     def find(self, plan: Plan) -> ParityResult:
         """Test a plan's gradients on the search's microbatches.
@@ -172,18 +180,25 @@ class NumericsSearch:
         hangs: Callable[[ParityResult], bool] = lambda _found: False,
         before: int = 0,
         least: int = 0,
+        first: Sequence[int] = (),
     ) -> ParityResult:
-        """Test a plan's gradients on microbatches from ``start`` on. Add more as long as they may settle an open verdict."""
+        """Test a plan's gradients on microbatches from ``start`` on. Add more as long as they may settle an open verdict.
+
+        If ``first`` has indices, as many of these as there would be at first take the place of the first microbatches.
+        """
         test, prober, probe, end = self._test, self._test.prober, Probe(plan), start
         began, most, extended, usual = time.monotonic(), MOST * count, False, 0
         while True:
             short = least - before - (end - start)
-            new = range(end, end + (min(count, short) if short > 0 else count))
-            end = new.stop
+            new: Sequence[int] = range(end, end + (min(count, short) if short > 0 else count))
+            end += len(new)
             if (missing := end - len(prober.micros)) > 0:
                 self._ranks.at("fresh batches in fp32").each(partial(prober.extend, missing))
 
-            def work(probe: Probe = probe, new: range = new) -> ParityResult:
+            if first and not probe.indices:
+                new = first[: len(new)]
+
+            def work(probe: Probe = probe, new: Sequence[int] = new) -> ParityResult:
                 return test.judge(prober.probe(plan, new, onto=probe), before, least)
 
             found = self._worst(f"gradients under {plan}", work, self._badness)
@@ -195,6 +210,8 @@ class NumericsSearch:
             if hangs(found) and goes_on(found.verdict, found.more, drawn, count, most):
                 continue
             if extended or not self._affords(found.needed, drawn, time.monotonic() - began):
+                if found.verdict != "pass":
+                    self._hardest[numerics_of(plan)] = _worst_first(probe)
                 self._extra += prober.passes - usual if extended else 0
                 return found
             extended, most, usual = True, found.needed or most, prober.passes
@@ -254,6 +271,7 @@ class NumericsSearch:
             Exception: An error of a part in a low format, unless it means that the part cannot run there.
         """
         patterns = tuple(part.pattern for part in self._parts)
+        self._hard = self._hardest.get(numerics_of(plan), [])
         kept: dict[str, str] = {}
         together: dict[
             frozenset[str], float
@@ -378,7 +396,7 @@ class NumericsSearch:
         if plan not in self._joints:
             self._say(f"gradients under {plan}")
             try:
-                self._joints[plan] = self._judged(plan, 0, min(JOINT, self._first))
+                self._joints[plan] = self._judged(plan, 0, min(JOINT, self._first), first=self._hard)
             except Exception as error:
                 if not cannot_run(error):
                     raise
@@ -396,7 +414,9 @@ class NumericsSearch:
             alone = only(plan, self._parts, patterns)
             blame = self._worst(
                 f"gradients under {alone}",
-                lambda: self._blame(patterns, self._test.prober.probe(alone, range(QUICK))),
+                lambda: self._blame(
+                    patterns, self._test.prober.probe(alone, self._hard[:QUICK] or range(QUICK))
+                ),
                 lambda found: math.inf if math.isnan(found.severity) else found.severity,
             )
         except Exception as error:
@@ -413,6 +433,15 @@ class NumericsSearch:
             return Blame(patterns, math.inf, math.inf, "gradients are not finite")
         plain, adam = self._test.quick(probe)
         return Blame(patterns, severity(plain, adam), plain)
+
+
+def _worst_first(probe: Probe) -> list[int]:
+    """Return the indices of a plan's microbatches, those with the largest errors of the gradients first."""
+    sizes = [math.fsum(float(error.square().sum()) for error in errors) for errors in probe.errors]
+    order = sorted(
+        zip(sizes, probe.indices, strict=True), key=lambda pair: -pair[0] if pair[0] == pair[0] else -math.inf
+    )
+    return [index for _, index in order]
 
 
 def _is_cured(result: ParityResult | None) -> TypeGuard[ParityResult]:

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
+import math
+import time
+from collections.abc import Callable
 
 from castwise.core.casting.trees import to_device
 from castwise.core.model.arrival import widen_
@@ -50,12 +52,13 @@ from castwise.lab.search.repair import VERIFYING, NumericsSearch
 from castwise.lab.search.sound import against_updates
 from castwise.lab.search.state import Choice, Search
 from castwise.lab.timing.runners import build_model
+from castwise.lab.timing.timing import synchronize
 
 LEAST_S = 5.0
 """A search with fewer seconds than this cannot give any result."""
-WARMUP, LEAST_WARMUP, WARMUP_SHARE = 300, 50, 0.03
+WARMUP, LEAST_WARMUP, WARMUP_SHARE, TIMED = 300, 50, 0.03, 3
 """If the user sets no number of fp32 steps before the second test of gradients: as many as take ``WARMUP_SHARE`` of the budget, at
-most ``WARMUP``. With fewer than ``LEAST_WARMUP`` there is no second test."""
+most ``WARMUP``, by the quickest of ``TIMED`` steps. With fewer than ``LEAST_WARMUP`` there is no second test."""
 
 
 def run(search: Search) -> None:
@@ -107,8 +110,7 @@ def _find_for_training(search: Search) -> None:
         find_exemptions(search)
     else:
         find_fastest(search)
-    search.warmed = _warmup(search)
-    if search.warmed and numerics_of(search.choice.plan) != FP32:
+    if numerics_of(search.choice.plan) != FP32:
         with journal.stage("second look"):
             _second_look(search)
     steps = search.choice.verification.steps if search.choice.verification is not None else 0
@@ -126,33 +128,54 @@ def _find_for_training(search: Search) -> None:
         journal.notes += arrival_notes(search)
 
 
-def _warmup(search: Search) -> int:
-    """Return the number of fp32 steps before the second test of gradients; 0 for no second test."""
-    settings, first = search.context.settings, search.journal.stages[0]
+def _warmup(search: Search, train: Callable[[], None]) -> int:
+    """Train in fp32 before the second test of gradients, and return the number of steps; 0 for no second test."""
+    settings, context = search.context.settings, search.context
+
+    def take(first: int, last: int) -> float:
+        times = []
+        for step in range(first, last):
+            search.journal.tell("fp32 steps", step, last)
+            begin = time.perf_counter()
+            train()
+            times.append(time.perf_counter() - begin)
+        return min(times, default=math.inf)
+
     if settings.warmup_steps is not None:
+        take(0, settings.warmup_steps)
         return settings.warmup_steps
-    laps = search.race.entries[FP32].lap.seconds if search.race is not None else []
-    step_s = statistics.median(laps) if laps else first.time_s / max(1, first.passes)
     share_s = WARMUP_SHARE * settings.budget_s
-    fits = search.context.left_s() > share_s
-    steps = search.context.ranks.at("the second test").same(min(WARMUP, int(share_s / step_s)))
-    return steps if fits and steps >= LEAST_WARMUP else 0
+    if not context.ranks.at("the second test").same(context.left_s() > share_s):
+        return 0
+    step_s = take(0, TIMED)
+    steps = context.ranks.at("its steps").same(min(WARMUP, int(share_s / step_s)))
+    if steps < LEAST_WARMUP:
+        return 0
+    take(TIMED, steps)
+    return steps
 
 
 def _second_look(search: Search) -> None:
     """Test the chosen plan again after some fp32 training steps, because trained weights differ from fresh weights."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, workload = context.settings, epochs_of(context.workload)
+    if settings.warmup_steps == 0:
+        return
     seed_all(settings.seed)
     model = build_model(workload, context.device, settings.seed, reference.model.state_dict())
     arrived = widen_(model)
     optimizer = workload.optimizer(model.parameters())
     batches = iter(workload.batches(settings.seed))
-    for step in range(search.warmed):
-        journal.tell("fp32 steps", step, search.warmed)
+
+    def train() -> None:
         optimizer.zero_grad()
         workload.loss(model, to_device(next(batches), context.device)).backward()
         optimizer.step()
+        synchronize(context.device)
+
+    search.warmed = _warmup(search, train)
+    if not search.warmed:
+        return
     optimizer.zero_grad()
     prober = Prober(
         model, workload.loss, batches, context.device, seed=settings.seed, call=reference.test.prober.call,
@@ -162,6 +185,8 @@ def _second_look(search: Search) -> None:
     warm.reference(MICROBATCHES)
     numerics = NumericsSearch(warm, reference.parts, journal.tell, context.ranks)
     plan, result = search.choice.plan, numerics.find(search.choice.plan)
+    if result.verdict == "pass":  # on few microbatches; trained weights may do damage in a few of many
+        result = numerics.verify(plan)
     trained = search.choice.verification is not None and is_doubtful(
         result
     )  # training runs have already shown that the plan trains like fp32
@@ -170,6 +195,7 @@ def _second_look(search: Search) -> None:
     else:
         journal.refuse(plan, f"after {search.warmed} steps: {search.why(plan, result)}")
         search.parity[numerics_of(plan)] = result
+        numerics.renew()
         repair = numerics.repair(plan, result, reserve=VERIFYING)
         plan, result = repair.plan, numerics.verify(repair.plan)
         why = search.why(plan, result) if result.verdict != "pass" else against_updates(search, plan)

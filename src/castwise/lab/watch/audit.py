@@ -1,7 +1,7 @@
 """Audit a training: compare the plan's gradients with fp32's at the present weights.
 
 Usually two microbatches are enough, because they show that the damage is far below the line at which plans fail. In other
-cases, and at the first audit, the gradient parity test of :mod:`castwise.lab.parity.parity` runs on more microbatches. All
+cases, at the first audit, and after an audit that did not pass, the gradient parity test of :mod:`castwise.lab.parity.parity` runs on more microbatches. All
 passes run on copies of the model.
 """
 
@@ -30,6 +30,7 @@ from castwise.lab.parity.damage import ADAM_FAIL, FAIL, Grams, estimate
 from castwise.lab.parity.parity import ParityTest, coarsest, device_of, is_adam, with_scale
 from castwise.lab.parity.probes import Prober
 from castwise.lab.parity.together import together
+from castwise.lab.parity.verdicts import LEAST
 from castwise.lab.passes.isolation import copied
 from castwise.lab.watch.records import Audit
 
@@ -39,8 +40,8 @@ SUSPECT = 0.3
 """The parity test runs if the damage reaches this share of the line at which plans fail."""
 WHOLE = 8
 """Initial number of microbatches of the parity test."""
-MOST = 32
-"""Largest number of microbatches of the parity test."""
+MOST = 96
+"""Largest number of microbatches of the parity test. Damage that few microbatches have is decided by many only."""
 _CALL = "Monitor.audit"
 
 
@@ -64,6 +65,7 @@ class Auditor:
         self._batches: Iterator[Any] | None = None
         self._dead: frozenset[str] | None = None
         self._made = 0
+        self._is_open = False
         self._wholes: dict[str, deque[float]] = {"plain": deque(maxlen=WHOLE), "adam": deque(maxlen=WHOLE)}
 
     def audit(
@@ -103,14 +105,15 @@ class Auditor:
     def _judged(self, prober: Prober, running: Plan, adam: bool, steps: list[Tensor] | None) -> Audit:
         self._made += 1
         test = ParityTest(prober, self._accumulate, adam)
-        if self._dead is not None:
+        if self._dead is not None and not self._is_open:
             test.dead = self._dead
             found = self._screen(test, running, steps)
             if found is not None:
                 return found
         test.reference(WHOLE, observed=0)
         self._dead = test.dead
-        result = test.decide(running, WHOLE, MOST, least=WHOLE)
+        result = test.decide(running, WHOLE, MOST, least=LEAST if self._is_open else WHOLE)
+        self._is_open = result.verdict != "pass"
         worst = tuple((region.path, region.bias + region.noise) for region in result.worst(3))
         return Audit(
             0, result.verdict, result.reason, result.damage.value, None if result.adam is None else result.adam.value,
