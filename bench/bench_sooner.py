@@ -69,11 +69,13 @@ def main() -> None:
     parser.add_argument(
         "--before", type=pathlib.Path, required=True, help="a working tree of the other commit"
     )
+    parser.add_argument("--only", help="names of jobs, separated by commas")
     given = parser.parse_args()
+    names = given.only.split(",") if given.only else [*BUILT_IN[given.device], *ARCHITECTURES]
     device = torch.device(given.device)
     rows: list[dict[str, Any]] = []
     with Results("sooner", device, __doc__, given.budget) as results:
-        for number, name in enumerate([*BUILT_IN[device.type], *ARCHITECTURES]):
+        for number, name in enumerate(names):
             trees = {"before": given.before.resolve(), "now": HERE}
             turns = list(trees) if number % 2 else list(trees)[::-1]
             found = {which: search(trees[which], name, device, 100.0) for which in turns}
