@@ -88,3 +88,20 @@ def test_numerics_that_were_refused_are_not_tested_again_for_their_like(
     assert asked == [AUTOCAST]
     rows = {Plan.parse(row.plan): row.reason for row in result.evidence.candidates}
     assert rows[AUTOCAST] == rows[FUSED] == "on fresh batches: damage 9"
+
+
+def test_a_plan_with_every_part_in_fp32_is_no_answer() -> None:
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) + 3000.0) - 3000.0
+
+    torch.manual_seed(0)
+    result = castwise.tune(
+        model=nn.Sequential(Broken(16, 16), Broken(16, 10)), loss=loss, batches=batches, goal="numerics", formats=("bf16",), memory=False, device=DEVICE,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3), fresh=True, budget_s=30,
+    )  # fmt: skip
+    assert str(result.plan) == "fp32"
+    assert any(
+        "unless every part of the model stays in fp32; the plan is fp32" in note
+        for note in result.evidence.notes
+    )

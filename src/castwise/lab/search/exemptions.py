@@ -33,6 +33,9 @@ def find_exemptions(search: Search) -> None:
         with journal.stage("verification"):
             result = search.reference.numerics.verify(repair.plan)
         search.parity[numerics_of(repair.plan)] = result
+        if repair.keeps_all(search.reference.parts):
+            journal.refuse(repair.plan, "every part of the model would be in fp32")
+            break
         if result.verdict == "pass":
             search.choice = Choice(repair.plan, result, repair.kept)
             return
@@ -40,12 +43,18 @@ def find_exemptions(search: Search) -> None:
         if attempt < ATTEMPTS - 1:
             with journal.stage("regions"):
                 repair = _widened(search.reference.parts, plan, repair.kept, result)
-    journal.notes.append(
-        f"No set of regions made {low} pass; the plan is fp32."
-        if result.verdict == "fail"
-        else f"{low} was not shown to be sound with any set of fp32 regions that was tried; the test of the last set is undecided: "
-        f"{result.reason}. The plan is fp32."
-    )
+    if repair.keeps_all(search.reference.parts):
+        said = (
+            f"{low} was not shown to be sound unless every part of the model stays in fp32; the plan is fp32."
+        )
+    elif result.verdict == "fail":
+        said = f"No set of regions made {low} pass; the plan is fp32."
+    else:
+        said = (
+            f"{low} was not shown to be sound with any set of fp32 regions that was tried; the test of the last set is undecided: "
+            f"{result.reason}. The plan is fp32."
+        )
+    journal.notes.append(said)
     search.choice = Choice()
 
 

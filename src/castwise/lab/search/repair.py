@@ -89,6 +89,10 @@ class Repair:
     kept: dict[str, str] = field(default_factory=dict)
     result: ParityResult | None = None
 
+    def keeps_all(self, parts: Sequence[Part]) -> bool:
+        """Whether every part of the model stays in fp32, so that nothing is left of the low format."""
+        return {part.pattern for part in parts} <= self.kept.keys()
+
 
 class NumericsSearch:
     """Test the gradients of plans against fp32's, and repair plans that fail.

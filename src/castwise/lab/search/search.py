@@ -199,6 +199,8 @@ def _second_look(search: Search) -> None:
         repair = numerics.repair(plan, result, reserve=VERIFYING)
         plan, result = repair.plan, numerics.verify(repair.plan)
         why = search.why(plan, result) if result.verdict != "pass" else against_updates(search, plan)
+        if repair.keeps_all(reference.parts):
+            why = "every part of the model would be in fp32"
         if why:
             journal.refuse(plan, why)
         search.choice = Choice() if why else Choice(plan, result, repair.kept)
