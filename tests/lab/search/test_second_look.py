@@ -16,7 +16,7 @@ from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.evidence import Verification
 from castwise.lab.search.record import evidence
 from castwise.lab.search.reference import refer
-from castwise.lab.search.repair import NumericsSearch
+from castwise.lab.search.repair import NumericsSearch, Repair
 from castwise.lab.search.search import _second_look
 from castwise.lab.search.state import Choice, Search
 from tests.here import DEVICE
@@ -127,8 +127,8 @@ def test_where_no_repair_passes_the_plan_is_fp32_and_another_plans_damage_is_not
 ) -> None:
     monkeypatch.setattr(NumericsSearch, "verify", NumericsSearch.find)
     monkeypatch.setattr(
-        NumericsSearch, "repair", lambda _self, plan, *_args, **_options: type("R", (), {"plan": plan, "kept": {"shifted": "why"}})
-    )  # fmt: skip
+        NumericsSearch, "repair", lambda _self, plan, *_args, **_options: Repair(plan, {"shifted": "why"})
+    )
     search = looked()
     assert search.choice == Choice()
     assert FP32 not in search.parity

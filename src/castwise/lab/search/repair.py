@@ -275,7 +275,10 @@ class NumericsSearch:
             Exception: An error of a part in a low format, unless it means that the part cannot run there.
         """
         patterns = tuple(part.pattern for part in self._parts)
-        self._hard = self._hardest.get(numerics_of(plan), [])
+        worst = self._hardest.get(
+            numerics_of(plan), []
+        )  # a gradient that is not finite ends the test at its microbatch
+        self._hard = [*worst, *(index for index in range(self._first) if index not in worst)]
         kept: dict[str, str] = {}
         together: dict[
             frozenset[str], float
@@ -418,9 +421,7 @@ class NumericsSearch:
             alone = only(plan, self._parts, patterns)
             blame = self._worst(
                 f"gradients under {alone}",
-                lambda: self._blame(
-                    patterns, self._test.prober.probe(alone, self._hard[:QUICK] or range(QUICK))
-                ),
+                lambda: self._blame(patterns, self._test.prober.probe(alone, self._hard[:QUICK])),
                 lambda found: math.inf if math.isnan(found.severity) else found.severity,
             )
         except Exception as error:
