@@ -200,6 +200,7 @@ HELD: dict[str, tuple[Any, Any]] = {
     "a function in a library's decorator": (decorated(1.0), decorated(2.0)),
     "a class of static methods": (of_static_methods(1.0), of_static_methods(2.0)),
     "functions in another order": ([one, two, one], [one, two, two]),
+    "a meta tensor beside another": (torch.ones(2, device="meta"), torch.ones(3, device="meta")),
     "a tensor in a closure": ((lambda t: lambda: t)(torch.ones(3)), (lambda t: lambda: t)(torch.zeros(3))),
     "a partial": (functools.partial(torch.add, alpha=1), functools.partial(torch.add, alpha=2)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -13,11 +14,11 @@ import castwise
 from castwise import Plan, Workload
 from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.context import Context, Settings
-from castwise.lab.search.evidence import Verification
+from castwise.lab.search.evidence import Stage, Verification
 from castwise.lab.search.record import evidence
 from castwise.lab.search.reference import refer
 from castwise.lab.search.repair import NumericsSearch, Repair
-from castwise.lab.search.search import _second_look
+from castwise.lab.search.search import _may_warm_up, _second_look, _warmup
 from castwise.lab.search.state import Choice, Search
 from tests.here import DEVICE
 
@@ -87,6 +88,32 @@ def test_the_search_for_regions_tests_trained_weights_too(steps: int | None, kep
         steps is None and result.plan.compute == "fp32"  # so many steps may leave nothing to repair
     )
     assert any("weights after" in sentence for sentence in result.evidence.why) or result.plan == FP32
+
+
+@pytest.mark.parametrize(("step_s", "warmed", "taken"), [(0.0, 300, 300), (0.02, 0, 3), (0.2, 0, 2)])
+def test_steps_that_are_too_slow_for_a_second_look_are_few(step_s: float, warmed: int, taken: int) -> None:
+    search = Search(Context(GROWS, torch.device(DEVICE), Settings(("fp32", "bf16"), budget_s=10.0)))
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        time.sleep(step_s)
+
+    assert _warmup(search, step) == warmed
+    assert len(calls) == taken
+
+
+@pytest.mark.parametrize(
+    ("pass_s", "asked", "may"), [(0.01, None, True), (0.5, None, False), (0.5, 7, True), (0.01, 0, False)]
+)
+def test_a_job_with_slow_passes_is_not_built_for_a_second_look(
+    pass_s: float, asked: int | None, may: bool
+) -> None:
+    search = Search(
+        Context(GROWS, torch.device(DEVICE), Settings(("fp32", "bf16"), budget_s=10.0, warmup_steps=asked))
+    )
+    search.journal.stages.append(Stage("reference", 10 * pass_s, 10))
+    assert _may_warm_up(search) is may
 
 
 def flipped(seed: int) -> Iterator[tuple[Tensor, Tensor]]:

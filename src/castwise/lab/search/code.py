@@ -46,7 +46,9 @@ def values_digest(value: Any) -> str:
 class _Reader:
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
-        self._seen: dict[int, Any] = {}  # keeps each object, so that Python cannot reuse its address
+        self._seen: dict[
+            int, tuple[int, Any]
+        ] = {}  # numbers, and keeps, each object: Python cannot reuse its address
 
     def _say(self, *words: object) -> None:
         self.digest.update(repr(words).encode())
@@ -74,10 +76,9 @@ class _Reader:
             own = {key: value for key, value in own.items() if key not in _TORCHS}
         for key, value in sorted(own.items()):
             self._say(name, key)
-            is_hooks = isinstance(thing, nn.Module) and key.endswith(
-                "_hooks"
-            )  # by numbers that differ each time
-            self.read(list(value.values()) if is_hooks else value)
+            # hooks are stored by numbers that differ each time
+            hooks = isinstance(thing, nn.Module) and key.endswith("_hooks")
+            self.read(list(value.values()) if hooks else value)
 
     def read(self, thing: Any, inside: bool = False) -> None:
         """Add an object to the digest, and the user's code to which it refers.
@@ -88,17 +89,11 @@ class _Reader:
             self._say(thing)
             return
         if id(thing) in self._seen:
-            self._say(list(self._seen).index(id(thing)))  # the first place says what it is
+            self._say(self._seen[id(thing)][0])  # what it is was said at its first place
             return
-        self._seen[id(thing)] = thing
+        self._seen[id(thing)] = len(self._seen), thing
         if isinstance(thing, Tensor):
-            self._say(tuple(thing.shape), str(thing.dtype))
-            if (
-                not isinstance(thing, nn.Parameter)
-                and thing.layout is torch.strided
-                and thing.numel() <= _LARGEST
-            ):
-                self._say(thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            self._tensor(thing)
             return
         if isinstance(thing, nn.Module):
             self.methods(type(thing))
@@ -121,10 +116,21 @@ class _Reader:
                 self.read(part, inside)
             if not parts:
                 self.read(type(thing))
-                if hasattr(thing, "__dict__") or hasattr(
-                    type(thing), "__slots__"
-                ):  # a configuration, for example
+                # a configuration, for example
+                if hasattr(thing, "__dict__") or hasattr(type(thing), "__slots__"):
                     self.held(type(thing).__qualname__, thing)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        """Add shape and dtype of a tensor, and, if it is small and plain, the bytes of its values."""
+        self._say(None if tensor.is_nested else tuple(tensor.shape), str(tensor.dtype))
+        plain = (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and not (tensor.is_meta or tensor.is_nested)
+        )
+        if plain and tensor.numel() <= _LARGEST:
+            flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            self._say(flat.view(torch.uint8).numpy().tobytes())
 
     def _function(self, function: types.FunctionType, inside: bool) -> None:
         code = function.__code__
@@ -139,9 +145,8 @@ class _Reader:
                 self.read(held)
         if own:
             self._globals(function)
-        if (
-            wrapped := getattr(function, "__wrapped__", None)
-        ) is not None:  # by a decorator, often of a library
+        wrapped = getattr(function, "__wrapped__", None)  # by a decorator, often of a library
+        if wrapped is not None:
             self.read(wrapped, inside)
 
     def _code(self, code: types.CodeType) -> None:
@@ -165,9 +170,8 @@ class _Reader:
 
 
 def _is_own(kind: type) -> bool:
-    values = (
-        getattr(value, "__func__", value) for value in vars(kind).values()
-    )  # of static and class methods
+    # static and class methods hold a function
+    values = (getattr(value, "__func__", value) for value in vars(kind).values())
     return any(is_users(value.__code__.co_filename) for value in values if isinstance(value, types.FunctionType))  # fmt: skip
 
 

@@ -329,9 +329,7 @@ def _too_large(search: Search, found: Served, size: int) -> str:
     """Say that a batch of ``size`` samples does not fit into the free memory; empty if it does, or if that is unknown."""
     free = devices.free_bytes(search.context.device)
     activations = (search.peaks.get(FP32) or 0) - found.weight_bytes
-    grows = max(
-        activations, 2 * found.batch_bytes
-    )  # at least the samples, and the batch that is made of them
+    grows = max(activations, 2 * found.batch_bytes)  # at least its samples and itself
     needed = found.weight_bytes + grows * max(1.0, size / found.samples)
     if free is None or needed <= free:
         return ""

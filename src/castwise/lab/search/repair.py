@@ -125,10 +125,9 @@ class NumericsSearch:
         self._below: dict[
             Plan, int
         ] = {}  # by numerics of a plan: number of microbatches on which the plan was shown to pass
-        self._hardest: dict[
-            Plan, list[int]
-        ] = {}  # by numerics of a plan that did not pass: its microbatches, worst first
-        self._hard: list[int] = []  # those of the plan that is being repaired
+        # by numerics of a plan that did not pass: its microbatches, worst first; then those of the plan that is being repaired
+        self._hardest: dict[Plan, list[int]] = {}
+        self._hard: list[int] = []
         self._probes: dict[tuple[Plan, tuple[str, ...]], Blame] = {}
         self._joints: dict[Plan, ParityResult | None] = {}
         self._extra = (

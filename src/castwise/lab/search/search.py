@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import statistics
 import time
 from collections.abc import Callable
 
@@ -128,30 +128,36 @@ def _find_for_training(search: Search) -> None:
         journal.notes += arrival_notes(search)
 
 
+def _may_warm_up(search: Search) -> bool:
+    """Whether fp32 steps before the second test of gradients may fit into their share of the budget, before any is taken."""
+    settings, context = search.context.settings, search.context
+    if settings.warmup_steps is not None:
+        return settings.warmup_steps > 0
+    laps = search.race.entries[FP32].lap.seconds if search.race is not None else []
+    first = search.journal.stages[0]  # its passes take about as long as steps
+    least_s = LEAST_WARMUP * statistics.median(laps) if laps else first.time_s / max(1, first.passes)
+    share_s, left_s = WARMUP_SHARE * settings.budget_s, context.left_s()
+    return context.ranks.at("the second test").same(least_s <= share_s < left_s)
+
+
 def _warmup(search: Search, train: Callable[[], None]) -> int:
     """Train in fp32 before the second test of gradients, and return the number of steps; 0 for no second test."""
     settings, context = search.context.settings, search.context
-
-    def take(first: int, last: int) -> float:
-        times = []
-        for step in range(first, last):
-            search.journal.tell("fp32 steps", step, last)
-            begin = time.perf_counter()
-            train()
-            times.append(time.perf_counter() - begin)
-        return min(times, default=math.inf)
-
-    if settings.warmup_steps is not None:
-        take(0, settings.warmup_steps)
-        return settings.warmup_steps
-    share_s = WARMUP_SHARE * settings.budget_s
-    if not context.ranks.at("the second test").same(context.left_s() > share_s):
-        return 0
-    step_s = take(0, TIMED)
-    steps = context.ranks.at("its steps").same(min(WARMUP, int(share_s / step_s)))
-    if steps < LEAST_WARMUP:
-        return 0
-    take(TIMED, steps)
+    asked, share_s = settings.warmup_steps, WARMUP_SHARE * settings.budget_s
+    times: list[float] = []
+    steps = TIMED if asked is None else asked
+    while len(times) < steps:
+        search.journal.tell("fp32 steps", len(times), steps)
+        begin = time.perf_counter()
+        train()
+        times.append(time.perf_counter() - begin)
+        if asked is None and len(times) <= TIMED:
+            fit = min(WARMUP, int(share_s / min(times)))
+            late = sum(times) > share_s or (len(times) == TIMED and fit < LEAST_WARMUP)
+            late, fit = context.ranks.at("the second test").same((late, fit))
+            if late:
+                return 0
+            steps = fit if len(times) == TIMED else TIMED
     return steps
 
 
@@ -159,7 +165,7 @@ def _second_look(search: Search) -> None:
     """Test the chosen plan again after some fp32 training steps, because trained weights differ from fresh weights."""
     context, journal, reference = search.context, search.journal, search.reference
     settings, workload = context.settings, epochs_of(context.workload)
-    if settings.warmup_steps == 0:
+    if not _may_warm_up(search):
         return
     seed_all(settings.seed)
     model = build_model(workload, context.device, settings.seed, reference.model.state_dict())
