@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import castwise
 from castwise import Plan, Workload
 from castwise.core import devices
+from castwise.core.model.arrival import widen_for
 from castwise.errors import PlanError, StateError, WorkloadError
 from castwise.lab.search import inference
 from castwise.lab.search.axes import FP32, numerics_of
@@ -69,6 +70,8 @@ def test_a_model_that_is_low_as_a_whole_is_simpler_to_serve_than_one_with_casts(
     workload = Workload("net", model=Net, batches=batches)
     served, trained = Contest(workload, CPU, kind=InferenceRun), Contest(workload, CPU)
     assert served.complexity(FP32) == 0.0 < served.complexity(low) < served.complexity(mixed)
+    arrived = Contest(workload, CPU, kind=InferenceRun, stored="bf16")
+    assert arrived.complexity(low) == 0.0 < arrived.complexity(FP32)
     assert trained.complexity(mixed) < trained.complexity(low)
     equal = [[[0.001] * 4, [0.001001] * 4], [[0.001] * 4, [0.001001] * 4]]
     for kind, simplest in ((served, low), (trained, mixed)):
@@ -92,6 +95,45 @@ def parity_of(result: castwise.TuneResult, plan: Plan) -> Any:
 
 
 # --- the search ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_given_in_bf16_is_shown_as_it_is_and_stays_in_bf16_unless_another_plan_is_faster() -> (
+    None
+):
+    """``transformers`` gives models as their checkpoints store them; LoRA gives a frozen base in bf16 and adapters in fp32."""
+    low = Net().eval().to(torch.bfloat16).requires_grad_(False)
+    result = tune(low, formats=("fp32", "bf16"))
+    given = next(row for row in result.evidence.candidates if row.words == "as given")
+    assert given.parity is not None
+    assert given.parity.verdict == "pass"
+    assert given.rounds
+    assert {parameter.dtype for parameter in low.parameters()} == {torch.bfloat16}
+    notes = "\n".join(result.evidence.notes)
+    assert "were given in bfloat16" in notes
+    assert "The row 'as given' is the model in its own formats" in notes
+    widen = result.plan.provenance["widen"]
+    assert (f"inference=True, widen={widen!r}" if widen else "inference=True)") in notes
+    model = castwise.Amp(result.plan, device=DEVICE).prepare(low, inference=True, widen=widen)
+    with torch.inference_mode():
+        assert model(next(batches(0)).to(DEVICE)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("line", "trained", "widen"),
+    [
+        ("fp32", True, "all"),
+        ("bf16-mixed", True, "all"),
+        ("bf16-mixed", False, "all"),
+        ("bf16-true", True, False),
+        ("bf16-true+output=as_is", False, False),
+        ("fp32+output=as_is", True, False),
+    ],
+)
+def test_what_is_widened_to_serve_does_not_depend_on_what_was_trained(
+    line: str, trained: bool, widen: Any
+) -> None:
+    model = Net().to(torch.bfloat16).requires_grad_(trained)
+    assert widen_for(Plan.parse(line), model, serves=True) == widen
 
 
 def test_a_search_needs_no_optimizer_and_no_loss_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:

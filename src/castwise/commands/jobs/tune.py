@@ -187,7 +187,7 @@ def tune(
             with users_code(f"workload {found.name!r} failed"), _kept(model):
                 run(search)
         except BaseException as error:
-            begun = search.begun is not None or search.served is not None
+            begun = search.first is not None
             if folder is not None and (begun or isinstance(error, KeyboardInterrupt)):
                 _note_files(error, lambda: _result(search).save(folder))
             raise
@@ -281,8 +281,8 @@ def _result(search: Search) -> TuneResult:
         "damage": finite(chosen.parity.value) if chosen.parity is not None else None,
         "complete": record.complete,
     }
-    if search.begun is not None and search.begun.arrived:
-        provenance["widen"] = widen_for(search.choice.plan, search.begun.model)
+    if search.first is not None and search.arrived:
+        provenance["widen"] = widen_for(search.choice.plan, search.first.model, serves=search.serves)
     return TuneResult(dataclasses.replace(search.choice.plan, provenance=provenance), record)
 
 

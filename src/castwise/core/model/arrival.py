@@ -106,7 +106,7 @@ def widening(model: nn.Module, widen: Any) -> Callable[[str, Tensor], bool]:
     return wide
 
 
-def widen_for(plan: Plan, model: nn.Module) -> Any:
+def widen_for(plan: Plan, model: nn.Module, *, serves: bool = False) -> Any:
     """Return the value of ``widen=`` with which a plan is compared with fp32 on a model.
 
     The model may have parameters in bf16 or fp16. There are four cases:
@@ -117,9 +117,13 @@ def widen_for(plan: Plan, model: nn.Module) -> Any:
       only trained parameters.
     - Other plans widen trained parameters. They widen frozen parameters too if some are stored in the low format that
       is not the plan's (bf16 under an fp16 plan, fp16 under a bf16 plan).
+
+    A model that is served has no trained parameters. There a plan widens everything, but the first and third widen nothing.
     """
     if plan.stores_low:
         return False
+    if serves:
+        return False if plan.formats.isdisjoint(LOW) and plan.output == "as_is" else "all"
     if plan.formats.isdisjoint(LOW):
         return "all" if plan.output == "fp32" else True
     other = (p for p in model.parameters() if p.dtype in LOW_DTYPES and p.dtype is not plan.compute_dtype)
@@ -129,10 +133,13 @@ def widen_for(plan: Plan, model: nn.Module) -> Any:
 def as_given(model: nn.Module) -> Plan | None:
     """Return the plan under which a model with bf16 or fp16 parameters runs as it does without a plan.
 
-    Return None if the model has no bf16 or fp16 tensor, or if its trained parameters are stored in several formats.
+    Return None if the model has no bf16 or fp16 tensor, or if its trained parameters (if none is trained, all) are stored in
+    several formats.
     """
     low = low_tensors(model)
-    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    trained = {p.dtype for p in model.parameters() if p.requires_grad} or {
+        p.dtype for p in model.parameters()
+    }
     if not low or len(trained) != 1:
         return None
     (dtype,) = trained

@@ -79,7 +79,7 @@ def copied_under(model: nn.Module, plan: Plan) -> Iterator[nn.Module]:
     amp = Amp(plan, device=device_of(model), group=ALONE)
     copied = copy.deepcopy(model)
     try:
-        amp.prepare(copied, inference=True, widen=widen_for(plan, copied))
+        amp.prepare(copied, inference=True, widen=widen_for(plan, copied, serves=True))
         yield copied
     finally:
         with silent_about_rounding():

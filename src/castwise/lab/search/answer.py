@@ -30,24 +30,15 @@ def answer(search: Search) -> str:
     if plan == FP32:
         if not search.complete:
             return "Stay in fp32 for now: the search ended before it could choose."
-        does = "Widen the model to fp32" if _arrived(search) else "Stay in fp32 as it is"
+        does = "Widen the model to fp32" if search.arrived else "Stay in fp32 as it is"
         return f"{does}: {_why_fp32(search)}."
     brings = [said for said in (_over_fp32(search), _memory_words(search)) if said]
     does = advice(
-        plan, search.begun.optimizer if search.begun is not None else "optimizer", serves=_serves(search)
+        plan, search.begun.optimizer if search.begun is not None else "optimizer", serves=search.serves
     )
-    if _arrived(search):
+    if search.arrived:
         does = does.replace("Stay in fp32", "Widen the model to fp32")
     return f"{does}: {', '.join(brings) or 'neither speed nor memory was measured'}."
-
-
-def _serves(search: Search) -> bool:
-    return search.context.settings.goal == "inference"
-
-
-def _arrived(search: Search) -> bool:
-    """Whether the user's model already stores some tensors in a low format."""
-    return search.begun is not None and search.begun.arrived
 
 
 def why(search: Search) -> tuple[str, ...]:
@@ -197,7 +188,7 @@ def tied(search: Search) -> list[Plan]:
 
 def _is_sound(search: Search, plan: Plan) -> bool:
     numerics = numerics_of(plan)
-    found = (search.outputs if _serves(search) else search.parity).get(numerics)
+    found = (search.outputs if search.serves else search.parity).get(numerics)
     passed = numerics in (FP32, numerics_of(search.choice.plan)) or (
         found is not None and found.verdict == "pass"
     )
@@ -368,7 +359,7 @@ def _ties(search: Search) -> str:
 
 
 def _autocast(search: Search) -> str:
-    return "bf16 with cast weights" if _serves(search) else "One-line torch.autocast in bf16"
+    return "bf16 with cast weights" if search.serves else "One-line torch.autocast in bf16"
 
 
 def _why_not_low(search: Search) -> str:
@@ -385,7 +376,7 @@ def _why_not_low(search: Search) -> str:
             if found is not None and found.verdict == "undecided"
             else "does not preserve"
         )
-        what = "outputs" if _serves(search) else "gradients"
+        what = "outputs" if search.serves else "gradients"
         return f"{_autocast(search)}{fast} {keeps} the {what}: {reason}."
     if ratio is None and fate is not None:
         return f"{_autocast(search)} was rejected: {fate.reason}."

@@ -15,7 +15,8 @@ AS_GIVEN = "as given"
 
 def arrival_notes(search: Search) -> Iterator[str]:
     """Yield notes on widening the model to fp32, on its speed without widening, and on how to apply the chosen plan."""
-    model = search.reference.model
+    assert search.first is not None, "no model before the first stage has ended"
+    model, serves = search.first.model, search.serves
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))
     yield (
@@ -25,12 +26,16 @@ def arrival_notes(search: Search) -> Iterator[str]:
     if search.race is None:
         pass
     elif search.as_given is None:
-        yield "The model as given was not timed: its trained parameters are stored in several formats."
+        yield f"The model as given was not timed: its {'' if serves else 'trained '}parameters are stored in several formats."
     else:
         updates = search.updates_as_given
         lost = f"; {updates.why}" if updates is not None and updates.why else ""
         yield f"The row {AS_GIVEN!r} is the model in its own formats, under {search.as_given}. It is never chosen{lost}."
+    widen = widen_for(search.choice.plan, model, serves=serves)
+    if serves:
+        said = f", widen={widen!r}" * bool(widen)
+        yield f"Apply the plan {in_words(search.choice.plan)} with amp.prepare(model, inference=True{said})."
+        return
     frozen = any(not p.requires_grad for name, p in model.named_parameters() if name in low)
-    widen = widen_for(search.choice.plan, model)
     said = f", widen={(widen if frozen else True)!r}" if widen else ""
     yield f"Apply the plan {in_words(search.choice.plan)} with amp.prepare(model, optimizer{said})."

@@ -160,20 +160,21 @@ def with_operators_as_is(plan: Plan, used: Iterable[str], device_type: str) -> P
     return dataclasses.replace(plan, ops=(*plan.ops, *ops)) if ops else None
 
 
-def complexity(plan: Plan, served: bool = False) -> float:
+def complexity(plan: Plan, served: str = "") -> float:
     """Return how complicated a plan is for a reader; 0 for fp32. Of equally good plans a search chooses the simplest.
 
     Extra regions and operator overrides count most. A low format, low storage and compiling count less; compiling changes no
     gradients, but takes time at each start. The memory format, the fused optimizer and kept host memory count almost nothing.
 
-    A model that is ``served`` loses no updates, so low storage adds nothing there: a model that is low as a whole is simpler
-    than one with casts between its operators.
+    ``served`` is the format in which a model is stored that is not trained any more; empty for a training. Such a model loses no
+    updates, so low storage adds nothing: a model that is low as a whole is simpler than one with casts between its operators,
+    and simplest is a model that stays in its format.
     """
     usual = next(
         (p.regions for p in PRESETS.values() if (p.compute, p.params) == (plan.compute, plan.params)), ()
     )
     apart = set(plan.regions).difference(usual)
-    out = 2.0 * (plan.compute != "fp32") + (plan.compute == "fp16")
+    out = 2.0 * (plan.compute != (served or "fp32")) + (plan.compute == "fp16")
     low = plan.params != "fp32"
     out += plan.autocasts if served else 2.0 * low + (low and plan.master == "none")
     out += plan.rules not in ("native", "none")

@@ -82,6 +82,7 @@ class Contest:
         workload: The workload to run.
         device: Device on which every plan runs.
         kind: Training or inference.
+        stored: For inference, the format in which the model is given.
         seed: Seed of weights and data.
         deadline: Clock time (``ranks.now``) after which no further round starts.
         ranks: The ranks that race together.
@@ -99,6 +100,7 @@ class Contest:
         device: torch.device,
         *,
         kind: Kind = TrainingRun,
+        stored: str = "fp32",
         seed: int = 0,
         deadline: float = math.inf,
         on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
@@ -107,6 +109,7 @@ class Contest:
         self._workload = workload
         self._device = device
         self.kind = kind
+        self._served = stored if kind is InferenceRun else ""
         self._seed = seed
         self._deadline = deadline
         self._say = on_progress
@@ -145,7 +148,7 @@ class Contest:
 
     def complexity(self, plan: Plan) -> float:
         """Return how complicated a plan is for what is raced: :func:`~castwise.lab.search.axes.complexity`."""
-        return complexity(plan, served=self.kind is InferenceRun)
+        return complexity(plan, self._served)
 
     def halve(self, plans: Sequence[Plan], keep: int = 6, rounds: int = 3, heats: int = HEATS) -> list[Plan]:
         """Race plans and fp32 in several heats, and remove the clearly slower plans after each heat.

@@ -17,18 +17,15 @@ import contextlib
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from torch import nn
 
 from castwise.core import amounts, devices
-from castwise.core.casting.trees import tensors_in, to_device
-from castwise.core.model.arrival import widen_
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
-from castwise.lab.parity.batches import epochs_of
-from castwise.lab.passes.regions import Part, exempt, find_parts, operators_used
+from castwise.lab.passes.regions import exempt
+from castwise.lab.search.arrived import arrival_notes
 from castwise.lab.search.axes import (
     FORMATS,
     FP32,
@@ -39,13 +36,13 @@ from castwise.lab.search.axes import (
 )
 from castwise.lab.search.compiling import MODE
 from castwise.lab.search.contest import Contest
-from castwise.lab.search.context import Context
 from castwise.lab.search.evidence import Latency
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.finalists import (
     AS_GOOD,
     FINAL_SHARE,
     FINALISTS,
+    SHOWN_ROUNDS,
     favourite,
     in_order_of_promise,
     in_vain,
@@ -58,6 +55,7 @@ from castwise.lab.search.finalists import (
 from castwise.lab.search.keeping import keeping_saves
 from castwise.lab.search.peaks import LEAST_S as PEAKS_S
 from castwise.lab.search.peaks import measure_peaks
+from castwise.lab.search.reference import Served, refer_served
 from castwise.lab.search.starts import race_final
 from castwise.lab.search.state import Choice, Search
 from castwise.lab.serve.comparison import OutputTest
@@ -65,10 +63,8 @@ from castwise.lab.serve.result import OutputParity
 from castwise.lab.timing.apart import SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError
-from castwise.lab.timing.runners import InferenceRun, build_model, outputs_of, served
+from castwise.lab.timing.runners import InferenceRun
 
-BATCHES = 8
-"""Number of batches whose outputs are compared, and of fresh batches for the verification."""
 RACE_SHARE = 0.5
 """No round of the race begins after this share of the time left at its start."""
 COMPILED = 2
@@ -80,40 +76,15 @@ WARM = 3
 """Calls before those that are timed, two more if the plan compiles."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """The first stage of the search: the fp32 model in evaluation mode, and the tests of its outputs.
-
-    Attributes:
-        test: The test on the batches of the search.
-        fresh: Makes the test on fresh batches.
-        parts: The parts of the model for which the search can choose a format.
-        used: ATen operators that run in a call.
-        images: Whether the memory format matters, because the model has convolutions over images.
-        samples: The number of samples of a batch.
-        batch_bytes: The bytes of a batch.
-        weight_bytes: The bytes of the model's parameters and buffers.
-    """
-
-    test: OutputTest
-    fresh: Callable[[], OutputTest]
-    parts: tuple[Part, ...]
-    used: frozenset[str]
-    images: bool
-    samples: int
-    batch_bytes: int
-    weight_bytes: int
-
-
 def find_for_inference(search: Search) -> None:
     """Find the fastest plan for inference, and record it as the search's choice."""
     context, journal = search.context, search.journal
     with journal.stage("reference"):
         context.home.begin()
-        found = _refer(context)
+        found = refer_served(context)
         context.home.ready(context.left_here_s())
     context.set_patience()
-    search.served = found.test
+    search.served = found
     plans, dropped = whole_step_plans(
         context.settings.formats,
         context.device,
@@ -125,9 +96,10 @@ def find_for_inference(search: Search) -> None:
     for name, reason in dropped.items():
         if name != "tf32" or context.settings.formats != FORMATS:
             journal.notes.append(f"{name}: {reason}")
+    stored = found.as_given.compute if found.as_given is not None else "fp32"
     deadline = context.ranks.now() + RACE_SHARE * context.left_s()
     with Contest(
-        context.workload, context.device, kind=InferenceRun, seed=context.settings.seed, deadline=deadline,
+        context.workload, context.device, kind=InferenceRun, stored=stored, seed=context.settings.seed, deadline=deadline,
         on_progress=journal.tell, ranks=context.ranks,
     ) as contest:  # fmt: skip
         search.race = contest
@@ -136,9 +108,13 @@ def find_for_inference(search: Search) -> None:
             new = [with_operators_as_is(plan, found.used, context.device.type) for plan in left[:2]]
             if variants := [plan for plan in new if plan is not None and plan not in left]:
                 left = contest.halve([*left, *variants], rounds=4, heats=1)
+            if found.as_given is not None:
+                contest.run([found.as_given], SHOWN_ROUNDS)
         with journal.stage("outputs"):
             sound = _find_sound(search, found, in_order_of_promise(contest, left))
             sound = with_lossless(contest, race_repaired(contest, sound))
+            if found.as_given is not None:
+                _judge_as_given(search, found, found.as_given)
         running = likeliest(journal, contest, sound, room_in_final(context, contest))
         how = favourite(contest, sound)
         with journal.stage("page faults"):
@@ -152,7 +128,8 @@ def find_for_inference(search: Search) -> None:
         with journal.stage("final"):
             until = context.until(FINAL_SHARE)
             beside = [FP32, *running] if always else shown
-            search.final = final = race_final(context, contest, [*running, *compiled], until, beside)
+            final = race_final(context, contest, [*running, *compiled], until, beside, found.as_given)
+            search.final = final
     search.choice = _choose(search, found, final.in_turn(choices, journal.refusal))
     journal.undecided += filter(None, [final.doubt(search.choice.plan, journal.refusal)])
     compared = list(dict.fromkeys([FP32, search.choice.plan]))
@@ -161,47 +138,8 @@ def find_for_inference(search: Search) -> None:
             measure_peaks(context, search.peaks, compared)
     with journal.stage("latency"):
         search.latencies = tuple(_latencies(search, found, compared))
-
-
-def _refer(context: Context) -> Served:
-    """Compute the fp32 outputs of some batches, and find the parts of the model and the operators that it runs."""
-    settings, workload, journal = context.settings, epochs_of(context.workload), context.journal
-    model = build_model(workload, context.device, settings.seed).eval()
-    if widen_(model):
-        journal.notes.append(
-            "The model stores some tensors in bf16 or fp16. Plans were compared with a copy of it in fp32; the model as it is was "
-            "not compared."
-        )
-
-    def test(seed: int) -> OutputTest:
-        batches = iter(workload.batches(seed))
-        test = OutputTest(
-            model,
-            functools.partial(outputs_of, workload),
-            batches,
-            context.device,
-            seed=settings.seed,
-            call_name=f"tune({workload.name!r})",
-        )
-        test.reference(BATCHES)
-        return test
-
-    journal.tell(f"fp32 outputs of {BATCHES} batches")
-    first = test(settings.seed)
-    batch = to_device(next(iter(workload.batches(settings.seed))), context.device)
-    once = served(workload, model, batch)
-    parts = find_parts(model, once)
-    images = any(
-        isinstance(model.get_submodule(path), (nn.Conv2d, nn.ConvTranspose2d))
-        for part in parts
-        for path in part.paths
-    )
-    tensors, weights = tensors_in(batch), [*model.parameters(), *model.buffers()]
-    return Served(
-        first, functools.cache(lambda: test(settings.seed + 1)), parts, operators_used(once), images,
-        samples=max([tensor.shape[0] for tensor in tensors if tensor.dim()], default=1) or 1,
-        batch_bytes=sum(tensor.nbytes for tensor in tensors), weight_bytes=sum(tensor.nbytes for tensor in weights),
-    )  # fmt: skip
+    if found.arrived:
+        journal.notes += arrival_notes(search)
 
 
 # --- outputs ------------------------------------------------------------------------------------------------
@@ -249,6 +187,13 @@ def _find_sound(search: Search, found: Served, plans: Sequence[Plan]) -> list[Pl
         if result is not None and not out and (repaired := _repaired(search, found, plan)) is not None:
             out.append(repaired)
     return out or [FP32]
+
+
+def _judge_as_given(search: Search, found: Served, plan: Plan) -> None:
+    """Compare the outputs of the model in the formats in which it was given with those in fp32."""
+    result = _outputs(search, found, plan)
+    if result is not None and result.verdict != "pass":
+        search.journal.decide(plan, Fate("unsound", result.reason))
 
 
 def _repaired(search: Search, found: Served, plan: Plan) -> Plan | None:

@@ -64,7 +64,7 @@ def evidence(search: Search) -> Evidence:
         floor=test.floor if test is not None else None,
         repeat=test.repeat if test is not None else None,
         stages=tuple(search.journal.stages),
-        lines=LINES if search.served is None else {"pass": search.served.line, "fail": search.served.line},
+        lines=LINES if search.served is None else dict.fromkeys(LINES, search.served.test.line),
         verification=search.choice.verification,
         latencies=search.latencies,
         notes=tuple(dict.fromkeys(search.journal.notes)),
@@ -77,7 +77,7 @@ def _finding(search: Search, plan: Plan) -> ParityResult | OutputParity | None:
 
     It is the result on fresh batches if there is one, else the result on the batches of the search.
     """
-    if search.context.settings.goal == "inference":
+    if search.serves:
         fresh = search.verified if plan == search.choice.plan else None
         return fresh if fresh is not None else search.outputs.get(numerics_of(plan))
     verified = search.choice.verified if plan == search.choice.plan else None
@@ -172,7 +172,7 @@ def _standing(
         and ratio is not None
         and round(ratio.low, 2) <= 1.0
     ):
-        what = "outputs" if search.context.settings.goal == "inference" else "gradients"
+        what = "outputs" if search.serves else "gradients"
         untested = noted.reason if noted is not None else f"its {what} were not tested"
         return "not tried", Fate("untried", f"{untested}; in the final: {fate.reason}", fate.stage)
     if fate.unknown or (fate.kind == "spared" and found is None):

@@ -1,26 +1,32 @@
-"""Run the first stage of a search: compute fp32 gradients on a few batches, and find the parts and operators of the model."""
+"""Run the first stage of a search: compute fp32 gradients or outputs, and find the parts and operators of the model."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from castwise.core.model.arrival import as_given, low_tensors
+from castwise.core.casting.trees import tensors_in, to_device
+from castwise.core.model.arrival import as_given, low_tensors, store_, widen_
 from castwise.core.plans.plan import Plan
-from castwise.lab.parity.batches import same_batch
+from castwise.lab.parity.batches import epochs_of, same_batch
 from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
 from castwise.lab.parity.probes import Prober
 from castwise.lab.passes.isolation import seed_all
 from castwise.lab.passes.regions import Part, find_parts, operators_used
 from castwise.lab.search.context import Context
 from castwise.lab.search.repair import NumericsSearch
-from castwise.lab.timing.runners import build_model
+from castwise.lab.serve.comparison import OutputTest
+from castwise.lab.timing.runners import build_model, outputs_of, served
 from castwise.lab.timing.served import libraries
 from castwise.lab.workloads.workload import make_optimizer
 
 MICROBATCHES = 8
+OUTPUT_BATCHES = 8
+"""Number of batches whose outputs are compared, and of fresh batches for the verification."""
 
 
 @dataclass(frozen=True)
@@ -91,4 +97,71 @@ def refer(context: Context) -> Reference:
         test=test, parts=parts, numerics=NumericsSearch(test, parts, journal.tell, ranks, context.left_s),
         used=ranks.at("the operators").same(operators_used(step)),
         images=any(isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)) for module in ran),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the first stage of a search for inference finds: the model in evaluation mode, and the tests of its outputs.
+
+    Attributes:
+        test: The test on the batches of the search.
+        fresh: Makes the test on fresh batches.
+        model: The model as the workload builds it.
+        arrived: Whether the user's model already stores some tensors in a low format.
+        as_given: The plan that runs such a model unchanged. It is shown in the results and never chosen.
+        parts: The parts of the model for which the search can choose a format.
+        used: ATen operators that run in a call.
+        images: Whether the memory format matters, because the model has convolutions over images.
+        samples: The number of samples of a batch.
+        batch_bytes: The bytes of a batch.
+        weight_bytes: The bytes of the model's parameters and buffers in fp32.
+    """
+
+    test: OutputTest
+    fresh: Callable[[], OutputTest]
+    model: nn.Module
+    arrived: bool
+    as_given: Plan | None
+    parts: tuple[Part, ...]
+    used: frozenset[str]
+    images: bool
+    samples: int
+    batch_bytes: int
+    weight_bytes: int
+
+
+def refer_served(context: Context) -> Served:
+    """Compute the fp32 outputs of some batches, and find the parts of the model and the operators that it runs."""
+    settings, workload, journal = context.settings, epochs_of(context.workload), context.journal
+    model = build_model(workload, context.device, settings.seed).eval()
+    given = as_given(model)
+
+    def test(seed: int) -> OutputTest:
+        batches = iter(workload.batches(seed))
+        test = OutputTest(
+            model, functools.partial(outputs_of, workload), batches, context.device, seed=settings.seed,
+            call_name=f"tune({workload.name!r})",
+        )  # fmt: skip
+        test.reference(OUTPUT_BATCHES)
+        return test
+
+    journal.tell(f"fp32 outputs of {OUTPUT_BATCHES} batches")
+    first = test(settings.seed)
+    batch = to_device(next(iter(workload.batches(settings.seed))), context.device)
+    arrived = widen_(model)
+    once = served(workload, model, batch)
+    parts, used = find_parts(model, once), operators_used(once)
+    images = any(
+        isinstance(model.get_submodule(path), (nn.Conv2d, nn.ConvTranspose2d))
+        for part in parts
+        for path in part.paths
+    )
+    tensors, weights = tensors_in(batch), [*model.parameters(), *model.buffers()]
+    weight_bytes = sum(tensor.nbytes for tensor in weights)
+    store_(model, arrived)
+    return Served(
+        first, functools.cache(lambda: test(settings.seed + 1)), model, bool(arrived), given, parts, used, images,
+        samples=max([tensor.shape[0] for tensor in tensors if tensor.dim()], default=1) or 1,
+        batch_bytes=sum(tensor.nbytes for tensor in tensors), weight_bytes=weight_bytes,
     )  # fmt: skip

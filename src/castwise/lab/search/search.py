@@ -124,7 +124,7 @@ def _find_for_training(search: Search) -> None:
             measure_peaks(context, search.peaks, [FP32, *shown, search.choice.plan], compiles_s)
     if (note := search.reference.test.prober.positions.note) and numerics_of(search.choice.plan) != FP32:
         journal.notes.append(note)
-    if search.reference.arrived:
+    if search.arrived:
         journal.notes += arrival_notes(search)
 
 

@@ -18,9 +18,8 @@ from castwise.lab.search.evidence import Latency, Verification
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.final import Final
 from castwise.lab.search.part_costs import Cost
-from castwise.lab.search.reference import Reference
+from castwise.lab.search.reference import Reference, Served
 from castwise.lab.search.repair import VERIFYING, Repair
-from castwise.lab.serve.comparison import OutputTest
 from castwise.lab.serve.result import OutputParity
 from castwise.lab.timing.failures import cannot_run, unfit
 
@@ -48,7 +47,7 @@ class Search:
 
     Attributes:
         context: The job to tune, and how and where to measure it.
-        begun: Result of the first stage; None before its end.
+        begun: Result of the first stage of a search for training; None before its end.
         costs: The time of each part in each format, by pattern.
         race: The race that selects the plans of the final comparison; None before it and for ``goal="numerics"``.
         parity: Results of the gradient test. The key is the numerics of a plan (:func:`~castwise.lab.search.axes.numerics_of`).
@@ -61,7 +60,7 @@ class Search:
         warmed: Number of fp32 steps before the second test of gradients; 0 without one.
         outputs: For ``goal="inference"``, results of the test of outputs. The key is the numerics of a plan.
         kept: For each plan with outputs that were repaired (by its numerics), the reason for each part in fp32, by pattern.
-        served: For ``goal="inference"``, the test of outputs.
+        served: For ``goal="inference"``, the result of the first stage; None before its end.
         verified: For ``goal="inference"``, the chosen plan's test on fresh batches; None for fp32, which needs none.
         latencies: For ``goal="inference"``, the times of single calls.
         complete: Whether the search finished.
@@ -81,7 +80,7 @@ class Search:
     warmed: int = 0
     outputs: dict[Plan, OutputParity] = field(default_factory=dict)
     kept: dict[Plan, Mapping[str, str]] = field(default_factory=dict)
-    served: OutputTest | None = None
+    served: Served | None = None
     verified: OutputParity | None = None
     latencies: tuple[Latency, ...] = ()
     complete: bool = False
@@ -112,9 +111,24 @@ class Search:
         return self.race
 
     @property
+    def first(self) -> Reference | Served | None:
+        """The result of the first stage; None before its end."""
+        return self.begun or self.served
+
+    @property
+    def serves(self) -> bool:
+        """Whether the search is for inference."""
+        return self.context.settings.goal == "inference"
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the user's model already stores some tensors in a low format."""
+        return self.first is not None and self.first.arrived
+
+    @property
     def as_given(self) -> Plan | None:
         """The plan that runs a model with bf16 or fp16 parameters unchanged; None for other models."""
-        return None if self.begun is None else self.begun.as_given
+        return None if self.first is None else self.first.as_given
 
     def known(self) -> str:
         """Say in a few words which plan is the fastest so far; empty before two plans were timed."""

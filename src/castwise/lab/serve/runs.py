@@ -87,7 +87,7 @@ class Runner:
             silent_about_rounding(),
             Amp(plan, device=self.device, group=ALONE) as amp,
         ):
-            amp.prepare(model, inference=True, widen=widen_for(plan, model))
+            amp.prepare(model, inference=True, widen=widen_for(plan, model, serves=True))
             with torch.no_grad(), stance, observed_under(plan, model, self.device):
                 yield model
 

@@ -399,7 +399,7 @@ class InferenceRun(_Run):
             batch = to_device(batch, device)
             self._call = served(workload, self.model, batch)
         self.amp = Amp(self._without_settings, device=device, group=ALONE)
-        self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model))
+        self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model, serves=True))
 
     def run(self, steps: int) -> None:
         """Call the model ``steps`` times."""
