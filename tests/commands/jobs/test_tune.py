@@ -225,7 +225,10 @@ def test_the_lightest_plan_is_chosen_among_the_sound_and_looked_at_again(
     )
     peaks = {c.plan: c.peak_bytes for c in result.evidence.candidates if c.peak_bytes is not None}
     assert len(peaks) >= 3
-    sound = [c for c in result.evidence.candidates if c.status != "rejected" and c.peak_bytes is not None]
+    # on a busy machine there may be no time to train a plan without masters; autocast saves memory, too
+    sound = [
+        c for c in result.evidence.candidates if c.status not in ("rejected", "not tried") and c.peak_bytes
+    ]
     chosen = next(c for c in sound if c.plan == str(result.plan))
     assert chosen.peak_bytes is not None
     assert chosen.peak_bytes <= 1.02 * min(c.peak_bytes or 0 for c in sound)
@@ -239,10 +242,13 @@ def wide() -> nn.Sequential:
 
 
 def wide_batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield learnable batches, so the loss falls enough for training runs to decide on a plan without masters."""
+    """Yield learnable batches, so the loss falls enough for training runs to decide on a plan without masters.
+
+    They are large, so that activations take more memory than weights.
+    """
     generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        x = torch.randn(64, 16, generator=generator)
+        x = torch.randn(256, 16, generator=generator)
         yield x, x[:, :4].argmax(1)
 
 

@@ -70,6 +70,31 @@ def test_tokens_are_those_of_the_loop_by_hand_and_the_cache_is_low(
     assert formats == {low}
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("plan", ["fp32", "bf16-true", "bf16-mixed"])
+def test_a_quantised_cache_is_quantised_from_the_plan_s_format(plan: str) -> None:
+    """By hand, under autocast, such a cache holds fp32; tokens are compared where the two hold the same."""
+    pytest.importorskip("optimum.quanto")
+    how = {"backend": "quanto", "nbits": 4, "q_group_size": 32, "residual_length": 4}
+    given, parsed = made(llama), castwise.Plan.parse(plan)
+    low = LOW.get(parsed.compute, torch.float32)
+    ids = torch.randint(2, 128, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def generated(model: Any) -> tuple[torch.Tensor, Any]:
+        asked = {"cache_implementation": "quantized", "cache_config": how, "return_dict_in_generate": True}
+        with torch.inference_mode():
+            out = model.generate(ids, max_new_tokens=10, do_sample=False, **asked)
+        return out.sequences, out.past_key_values.layers[0]
+
+    by_hand = copy.deepcopy(given).to(low)
+    with castwise.Amp(plan, device=DEVICE) as amp:
+        amp.prepare(given, inference=True, keep_originals=True)
+        got, layer = generated(given)
+    assert layer.keys.dtype is layer._quantized_keys.dtype is layer._quantized_values.dtype is low
+    if not parsed.autocasts:
+        assert torch.equal(got, generated(by_hand)[0])
+
+
 def test_caches_of_other_models_and_of_training_are_left_alone() -> None:
     update = transformers.cache_utils.Cache.update
     given, other = made(llama), made(llama)
