@@ -201,7 +201,7 @@ def latency_grid(record: Record) -> Grid:
     names = {row["plan"]: row["words"] or row["name"] for row in record["candidates"]}
     columns: Columns = {
         "batch size": lambda row: "as given" if row["batch_size"] is None else str(row["batch_size"]),
-        "plan": lambda row: names[row["plan"]],
+        "plan": lambda row: names.get(row["plan"], row["plan"]),
         "median": lambda row: words.time(row["median_s"]),
         "95 % within": lambda row: words.time(row["p95_s"]),
         "per sample": lambda row: row["batch_size"] and words.time(row["median_s"] / row["batch_size"]),

@@ -22,6 +22,7 @@ from castwise.lab.search import inference
 from castwise.lab.search.axes import FP32, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Journal
+from castwise.lab.search.evidence import BY_AUTOCAST
 from castwise.lab.search.final import Final
 from castwise.lab.serve.comparison import OutputTest
 from castwise.lab.timing.runners import InferenceRun, outputs_of, resized, served, served_call
@@ -147,6 +148,7 @@ def test_a_search_needs_no_optimizer_and_no_loss_and_leaves_the_model_as_it_was(
     late = "Latencies at batch sizes 24 were not measured: the time ran out." in result.evidence.undecided
     assert {one.batch_size for one in result.evidence.latencies} == ({1} if late else {1, 24})
     assert all(0.0 < one.median_s <= one.p95_s for one in result.evidence.latencies)
+    assert BY_AUTOCAST in {one.plan for one in result.evidence.latencies}
     assert {file.name for file in result.files} >= {"report.html", "plan.json", "evidence.json"}
     for verbose in (False, True):
         said = shown(result, verbose)

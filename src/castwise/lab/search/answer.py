@@ -7,7 +7,7 @@ from castwise.core.plans.plan import Plan
 from castwise.lab.parity.verdicts import LEAST
 from castwise.lab.search.axes import AUTOCAST, FP32, complexity, numerics_of, run_with
 from castwise.lab.search.decision import MARGIN
-from castwise.lab.search.evidence import Latency
+from castwise.lab.search.evidence import BY_AUTOCAST, Latency
 from castwise.lab.search.pairs import in_training
 from castwise.lab.search.state import Search
 from castwise.lab.timing import stats
@@ -323,10 +323,16 @@ def _latency(search: Search) -> str:
         if own is None or base is None or own is base:
             continue
         of = "" if size is None else f" of {size}"
+        line = row.get(BY_AUTOCAST)
+        auto = (
+            ""
+            if line is None
+            else f", under one line of autocast {1e3 * line.median_s:.3g} and {1e3 * line.p95_s:.3g} ms"
+        )
         slower = ", which is slower than fp32" if own.median_s > SLOWER * base.median_s else ""
         said.append(
             f"a batch{of} takes {1e3 * own.median_s:.3g} ms (95 % within {1e3 * own.p95_s:.3g} ms; in fp32 "
-            f"{1e3 * base.median_s:.3g} and {1e3 * base.p95_s:.3g} ms){slower}"
+            f"{1e3 * base.median_s:.3g} and {1e3 * base.p95_s:.3g} ms{auto}){slower}"
         )
     return (
         f"Single calls, each after a pause of 10 ms as between requests: {'; '.join(said)}." if said else ""

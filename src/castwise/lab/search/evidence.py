@@ -129,6 +129,10 @@ class RegionEvidence:
     grad_smallest: float | None = None
 
 
+BY_AUTOCAST = "one-line autocast"
+"""In place of a plan: ``torch.autocast`` in bf16 around the model as it is given, which casts the weights in each call."""
+
+
 @dataclass(frozen=True)
 class Latency:
     """The times of single calls of a model under a plan, in a process of its own, each after a pause of 10 ms.
@@ -137,7 +141,7 @@ class Latency:
     other.
 
     Attributes:
-        plan: The plan's line.
+        plan: The plan's line, or :data:`BY_AUTOCAST` for the model under one line of ``torch.autocast`` in bf16.
         batch_size: Number of samples per call; None for the batches of the workload as they are.
         median_s: Median seconds of a call, including the wait for the device.
         p95_s: The 95th percentile.

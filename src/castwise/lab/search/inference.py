@@ -27,6 +27,7 @@ from castwise.core.plans.words import in_words
 from castwise.lab.passes.regions import exempt
 from castwise.lab.search.arrived import arrival_notes
 from castwise.lab.search.axes import (
+    AUTOCAST,
     FORMATS,
     FP32,
     numerics_of,
@@ -35,8 +36,8 @@ from castwise.lab.search.axes import (
     with_operators_as_is,
 )
 from castwise.lab.search.compiling import MODE
-from castwise.lab.search.contest import Contest
-from castwise.lab.search.evidence import Latency
+from castwise.lab.search.contest import Contest, Entry
+from castwise.lab.search.evidence import BY_AUTOCAST, Latency
 from castwise.lab.search.fates import Fate
 from castwise.lab.search.finalists import (
     AS_GOOD,
@@ -285,13 +286,16 @@ def _too_large(search: Search, found: Served, size: int) -> str:
 
 
 def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator[Latency]:
-    """Time single calls of plans at each batch size, in processes of their own that take turns."""
+    """Time single calls of plans and of one line of autocast at each batch size, in processes of their own that take turns."""
     context = search.context
     try:
         payload = context.payload()
     except NotThereError:  # the final has said so
         return
     sizes = context.settings.batch_sizes or (None,)
+    calls = {str(plan): plan for plan in plans}
+    if search.contest.entries.get(AUTOCAST, Entry(AUTOCAST)).rounds:
+        calls[BY_AUTOCAST] = AUTOCAST
     for number, size in enumerate(sizes):
         room_s = min(CALLS_S, context.left_s() / (len(sizes) - number) / 2.0)
         if number and room_s <= 0.0:
@@ -305,26 +309,31 @@ def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator
             continue
         context.journal.tell("" if size is None else f"batch size {size}", number, len(sizes))
         with contextlib.ExitStack() as stack:
-            kind = functools.partial(InferenceRun, batch_size=size)
-            runs = [
-                SeparateRun(context.home, payload, plan, context.device, context.settings.seed, kind)
-                for plan in plans
-            ]
-            for run in runs:
-                stack.callback(run.close)
-            times: list[list[float]] = [[] for _ in plans]
+            runs: dict[str, SeparateRun] = {}
             try:
-                for run, plan in zip(runs, plans, strict=True):
-                    run.warm_up(WARM + 2 * (plan.compile != "as_given"))
-                until = context.ranks.now() + room_s
-                while len(times[0]) < LEAST_CALLS or (len(times[0]) < CALLS and context.ranks.now() < until):
-                    for run, own in zip(runs, times, strict=True):
-                        own.append(run.steps(1))
+                for name, plan in calls.items():
+                    kind = functools.partial(InferenceRun, batch_size=size, cast_once=name != BY_AUTOCAST)
+                    run = SeparateRun(
+                        context.home, payload, plan, context.device, context.settings.seed, kind
+                    )
+                    stack.callback(run.close)
+                    try:
+                        run.warm_up(WARM + 2 * (plan.compile != "as_given"))
+                    except Exception as error:
+                        if name != BY_AUTOCAST or not cannot_run(error):  # which is only shown
+                            raise
+                    else:
+                        runs[name] = run
+                times: dict[str, list[float]] = {name: [] for name in runs}
+                until, first = context.ranks.now() + room_s, times[str(FP32)]
+                while len(first) < LEAST_CALLS or (len(first) < CALLS and context.ranks.now() < until):
+                    for name, run in runs.items():
+                        times[name].append(run.steps(1))
             except Exception as error:
                 if not cannot_run(error):
                     raise
                 context.journal.notes.append(f"Batch size {size}: {unfit(error)}.")
                 continue
-        for plan, own in zip(plans, times, strict=True):
+        for name, own in times.items():
             p95_s = float(np.quantile(own, 0.95))
-            yield Latency(str(plan), size, statistics.median(own), p95_s, len(own))
+            yield Latency(name, size, statistics.median(own), p95_s, len(own))

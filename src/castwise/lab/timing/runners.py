@@ -371,6 +371,7 @@ class InferenceRun(_Run):
         seed: Seed of weights and data.
         state: Weights, if they must be equal to another run's; by default drawn from the seed.
         batch_size: Number of samples of the batch. By default the workload's batch is used as it is.
+        cast_once: Whether the plan casts the weights once. Otherwise the model stays as it is, and each call casts them.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -388,6 +389,7 @@ class InferenceRun(_Run):
         seed: int = 0,
         state: Mapping[str, torch.Tensor] | None = None,
         batch_size: int | None = None,
+        cast_once: bool = True,
     ) -> None:
         super().__init__(plan, device, seed)
         with self._random.in_force():
@@ -399,7 +401,8 @@ class InferenceRun(_Run):
             batch = to_device(batch, device)
             self._call = served(workload, self.model, batch)
         self.amp = Amp(self._without_settings, device=device, group=ALONE)
-        self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model, serves=True))
+        widen = cast_once and widen_for(plan, self.model, serves=True)
+        self.amp.prepare(self.model, inference=cast_once, widen=widen)
 
     def run(self, steps: int) -> None:
         """Call the model ``steps`` times."""
