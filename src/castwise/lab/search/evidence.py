@@ -141,7 +141,7 @@ class Latency:
     other.
 
     Attributes:
-        plan: The plan's line, or :data:`BY_AUTOCAST` for the model under one line of ``torch.autocast`` in bf16.
+        plan: The plan's line, or ``one-line autocast`` for the model under one line of ``torch.autocast`` in bf16.
         batch_size: Number of samples per call; None for the batches of the workload as they are.
         median_s: Median seconds of a call, including the wait for the device.
         p95_s: The 95th percentile.
