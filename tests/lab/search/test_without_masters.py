@@ -11,6 +11,7 @@ from torch import nn
 
 import castwise
 from castwise import Plan, Workload
+from castwise.core import _torch
 from castwise.lab.search.axes import whole_step_plans
 from castwise.lab.search.evidence import Candidate
 from tests.here import DEVICE
@@ -76,13 +77,18 @@ def test_a_learning_rate_of_zero_shows_nothing() -> None:
     assert "whose learning rate is above 0" in true_row(result).reason
 
 
-@pytest.mark.cpu  # only the CPU kernel has this fault
-def test_sgd_is_not_fused_where_its_kernel_leaves_low_parameters_unchanged() -> None:
+@pytest.mark.cpu  # only the CPU kernel has this fault, before torch 2.14
+@pytest.mark.parametrize(("mended", "sgd"), [(False, "as_given"), (True, "fused")])
+def test_sgd_is_not_fused_where_its_kernel_leaves_low_parameters_unchanged(
+    monkeypatch: pytest.MonkeyPatch, mended: bool, sgd: str
+) -> None:
+    monkeypatch.setattr(_torch.optimizers, "fused_sgd_updates_low", lambda: mended)
+
     def plans(make: Make) -> list[Plan]:
         found, _ = whole_step_plans(
             ("fp32", "bf16"), CPU, make(mlp().parameters()), has_images=False, goal="memory"
         )
         return [plan for plan in found if plan.lacks_masters]
 
-    assert [plan.optimizer for plan in plans(lambda p: torch.optim.SGD(p, lr=0.1))] == ["as_given"]
+    assert [plan.optimizer for plan in plans(lambda p: torch.optim.SGD(p, lr=0.1))] == [sgd]
     assert [plan.optimizer for plan in plans(lambda p: torch.optim.Adam(p, lr=0.1))] == ["fused"]
