@@ -245,6 +245,36 @@ def test_inference_is_that_of_the_float_model(plan: str, dtype: torch.dtype) -> 
     same(dict(model.state_dict()), before)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("plan", WIDE)
+def test_batches_in_the_format_of_the_model_are_widened_with_it(
+    plan: str, dtype: torch.dtype, inference: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = plain().to(DEVICE, dtype).eval(), torch.randn(5, 6, device=DEVICE).to(dtype)
+    wide = copy.deepcopy(model).float()
+    with castwise.Amp(plan, device=DEVICE) as amp, torch.no_grad():
+        amp.prepare(model, inference=inference, keep_originals=inference, widen="all" if inference else True)
+        got = model(x)
+    with castwise.Amp(plan, device=DEVICE) as amp, torch.no_grad():
+        amp.prepare(wide, inference=inference, keep_originals=inference)
+        assert torch.equal(got, wide(x.float()))
+
+
+def test_inputs_of_a_model_with_a_low_base_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 6).bfloat16().requires_grad_(False), nn.Linear(6, 2).bfloat16()).to(
+        DEVICE
+    )
+    seen: list[torch.dtype] = []
+    model[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with castwise.Amp("fp32", device=DEVICE) as amp:
+        amp.prepare(model, widen=True)
+        with pytest.raises(RuntimeError):  # fp32 weights meet what the bf16 base returns, as without castwise
+            model(torch.randn(5, 6, device=DEVICE).bfloat16())
+    assert seen == [torch.bfloat16]
+
+
 def test_an_optimizer_made_after_widening_joins() -> None:
     model = arrive("plain", torch.bfloat16)
     first = torch.optim.SGD(list(model.parameters())[:2], 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 from typing import Any
@@ -69,6 +70,18 @@ def test_parts_train_by_the_plan(kind: str, plan: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_train_under_plans_that_cast_no_operators(kind: str) -> None:
     assert train("bf16-true", Net(kind, norm=False)) is torch.bfloat16
+
+
+@pytest.mark.parametrize("plan", ["bf16-true", "bf16-mixed", "fp32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_is_served_by_the_plan(kind: str, plan: str) -> None:
+    """The parameters of a copied ScriptModule are no leaves of autograd."""
+    model = copy.deepcopy(Net(kind, norm=False).eval())
+    model.seen = None
+    with Amp(plan, device=DEVICE) as amp, torch.no_grad():
+        amp.prepare(model, inference=True, keep_originals=True)
+        model(torch.randn(4, 8))
+    assert model.seen is (torch.float32 if plan == "fp32" else torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

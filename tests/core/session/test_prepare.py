@@ -541,6 +541,44 @@ class Stops(nn.Module):
 import asyncio  # noqa: E402
 
 
+class Streams(nn.Linear):
+    def stream(self, x: Any) -> Any:
+        yield self(x)
+
+    async def later(self, x: Any) -> Any:
+        return self(x)
+
+    async def flow(self, x: Any) -> Any:
+        yield self(x)
+
+
+class Lazily(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        yield super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "kind"),
+    [
+        (Streams, "stream", "generator"),
+        (Streams, "later", "coroutine"),
+        (Streams, "flow", "asynchronous generator"),
+        (Lazily, "forward", "generator"),
+    ],
+)
+def test_code_that_runs_after_its_call_has_returned_is_refused(
+    make: type[nn.Linear], method: str, kind: str
+) -> None:
+    """It would run outside of the plan, in another precision than the plan says."""
+    model = make(4, 4)
+    methods = () if method == "forward" else (method,)
+    with pytest.raises(
+        StateError, match=rf"prepare: {make.__name__}\.{method} is a {kind}: its code runs after"
+    ):
+        castwise.Amp("bf16-mixed", device=DEVICE).prepare(model, methods=methods)
+    assert castwise.Amp.of(model) is None
+
+
 @each_value(2)
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit, ValueError]

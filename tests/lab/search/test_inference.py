@@ -61,9 +61,9 @@ class Fragile(Net):
 
 
 def batches(seed: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     while True:
-        yield torch.randn(16, 32, generator=generator)
+        yield torch.randn(16, 32, generator=generator, device=DEVICE)
 
 
 def test_a_model_that_is_low_as_a_whole_is_simpler_to_serve_than_one_with_casts() -> None:

@@ -113,7 +113,7 @@ def test_overflow_is_named() -> None:
     found = check(Overflows().eval(), "fp16-mixed")
     assert found.verdict == "fail"
     assert "power has" in found.reason
-    assert "infinite or NaN values where fp32's are finite" in found.reason
+    assert "values that are NaN, or infinite where fp32's are finite" in found.reason
     assert found.worst.by == "finite"
     assert {each.name: each.verdict for each in found.outputs} == {"logits": "pass", "power": "fail"}
     assert check(Overflows().eval(), "fp16-mixed", outputs="logits").verdict == "pass"
@@ -357,3 +357,140 @@ def test_no_warning_for_a_model_in_evaluation_mode() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(model())
+
+
+# --- nothing passes that could not have failed -----------------------------------------------------------------
+
+
+class Answers(nn.Module):
+    """Returns ``answer(h, low)`` of the outputs ``h`` of a small network, where ``low`` says that it ran in a low format."""
+
+    def __init__(self, answer: Callable[[Tensor, bool], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.answer = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), answer
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.layers(x)
+        return self.answer(h.float(), h.dtype is not torch.float32)
+
+
+def audio(h: Tensor) -> Tensor:
+    return (h.tanh() * 32767).to(torch.int16)
+
+
+def half(h: Tensor, value: float) -> Tensor:
+    """Return ``h`` with every other column replaced."""
+    return torch.where(torch.arange(16, device=h.device) % 2 == 0, h, torch.full_like(h, value))
+
+
+SOUND: dict[str, Callable[[Tensor, bool], Any]] = {
+    "a spectrum": lambda h, low: torch.fft.rfft(h),
+    "audio": lambda h, low: audio(h),
+    "a mask as fp16 writes it": lambda h, low: half(h, -65504.0 if low else -torch.inf),
+    "an output that is always empty": lambda h, low: {"a": h, "b": h[:0]},
+    "a sparse output": lambda h, low: h.to_sparse(),
+    "an array": lambda h, low: h.detach().cpu().numpy(),
+}
+WRONG: dict[str, Callable[[Tensor, bool], Any]] = {
+    "a spectrum of zeros": lambda h, low: torch.fft.rfft(h * (not low)),
+    "a complex output of NaN": lambda h, low: torch.complex(h, half(h, torch.nan) if low else h),
+    "silence": lambda h, low: audio(h * (not low)),
+    "noise": lambda h, low: audio(h + 5.0 * torch.randn_like(h) * low),
+    "another shape than that of zeros": lambda h, low: torch.zeros(8, 7 if low else 5),
+    "an output that is gone": lambda h, low: {"a": h} if low else {"a": h, "b": torch.zeros(8, 2, 2)},
+    "an output more": lambda h, low: {"a": h, "b": h + 1.0} if low else {"a": h},
+    "NaN for infinity": lambda h, low: half(h, torch.nan if low else torch.inf),
+    "a mask that is lost": lambda h, low: half(h, 1000.0 if low else -torch.inf),
+    "another sign": lambda h, low: half(h, torch.inf if low else -torch.inf),
+    "zero for 1e30": lambda h, low: half(h, 0.0 if low else 1e30),
+    "another array": lambda h, low: {"a": h, "b": h.detach().cpu().numpy() * (2.0 if low else 1.0)},
+}
+
+
+@pytest.mark.cpu  # the simulated device has neither complex nor sparse tensors
+@pytest.mark.parametrize("kind", [None, "values"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_fails_whatever_it_is(name: str, kind: str | None) -> None:
+    found = castwise.output_parity(Answers(WRONG[name]).eval(), "bf16-mixed", batches, count=8, kind=kind)
+    assert found.verdict == "fail", found.reason
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_right_passes(name: str) -> None:
+    found = check(Answers(SOUND[name]).eval())
+    assert found.verdict == "pass", found.reason
+
+
+def test_integers_that_rounding_alone_changes_by_much_are_undecided() -> None:
+    parity = Answers(lambda h, low: h[:, :4] * 0 > 1 if low else (h[:, :4] * 1e5).long() % 2 == 0)
+    found = check(parity.eval())
+    assert found.verdict == "undecided"
+    assert found.needed is None
+    assert "nothing can be said about them; compare the numbers from which they are made" in found.reason
+
+
+def test_a_whole_output_that_is_lost_fails_under_any_line() -> None:
+    lost = Answers(lambda h, low: h * (not low) + 1e-30)
+    assert check(lost.eval(), kind="values", line=500.0).verdict == "fail"
+
+
+@pytest.mark.parametrize("answer", [lambda h, low: h[:0], lambda h, low: torch.full_like(h, torch.inf)])
+def test_nothing_to_compare_is_refused(answer: Callable[[Tensor, bool], Any]) -> None:
+    with pytest.raises(
+        WorkloadError, match=r"output: empty or infinite in all 8 batches.*nothing to compare"
+    ):
+        check(Answers(answer).eval())
+
+
+def test_what_cannot_be_read_is_named() -> None:
+    found = check(Answers(lambda h, low: {"t": h, "d": torch.distributions.Normal(h, 1.0)}).eval())
+    assert found.note == "Not compared: d (Normal)."
+
+
+@pytest.mark.parametrize("draw", [torch.inf, torch.nan])
+def test_a_metric_that_rounding_makes_infinite_excuses_nothing(draw: float) -> None:
+    first: list[Tensor] = []
+
+    def evaluate(module: nn.Module) -> dict[str, float]:
+        weight = next(module.parameters())
+        if weight.dtype is torch.bfloat16:
+            return {"psnr": 12.0}
+        first.append(weight.detach().clone())
+        return {"psnr": 80.0 if torch.equal(weight, first[0]) else draw}
+
+    found = check(model(), evaluate=evaluate)
+    assert (found.verdict, found.metrics[0].noise) == ("fail", 0.0)
+
+
+def test_a_metric_that_is_missing_under_the_plan_fails_and_so_does_one_more() -> None:
+    def evaluate(module: nn.Module) -> dict[str, float]:
+        return {"a" if next(module.parameters()).dtype is torch.float32 else "b": 1.0}
+
+    found = check(model(), evaluate=evaluate)
+    assert found.verdict == "fail"
+    assert [(metric.name, metric.explained) for metric in found.metrics] == [("a", False), ("b", False)]
+
+
+@pytest.mark.parametrize("value", [None, 0.5, [0.5], {}, {"a": "x"}, {"a": torch.ones(3)}])
+def test_metrics_that_are_no_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(
+        WorkloadError, match=r"output_parity: evaluate returned .*; return a mapping from the names"
+    ):
+        check(model(), evaluate=lambda _: value)
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-true"])
+def test_a_model_and_batches_in_bf16_are_compared_with_fp32(plan: str) -> None:
+    low = [next(batches(seed)).bfloat16() for seed in range(8)]
+    assert castwise.output_parity(model().bfloat16(), plan, low).verdict == "pass"
+
+
+@pytest.mark.cpu
+def test_a_scripted_part_is_compared() -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.jit, from torch 2.14
+        part = torch.jit.script(nn.Linear(16, 8))
+    assert check(nn.Sequential(part, nn.Linear(8, 4)).eval(), "bf16-true").verdict == "pass"

@@ -66,7 +66,7 @@ def test_non_finite_outputs_fail_whatever_the_rest() -> None:
     plan = [Difference(2, 0.0, 2.0, nonfinite=int(at == 3)) for at in range(4)]
     found = decide("output", "values", fp32, plan, [Difference(2, 1.0, 2.0)] * 4, LINE, EPS)
     assert (found.verdict, found.by, found.nonfinite, found.error) == ("fail", "finite", 1, math.inf)
-    assert found.said(LINE) == "output has 1 infinite or NaN values where fp32's are finite"
+    assert found.said(LINE) == "output has 1 values that are NaN, or infinite where fp32's are finite"
 
 
 @pytest.mark.parametrize(("changed", "verdict"), [(0, "pass"), (2, "pass"), (30, "fail")])

@@ -206,8 +206,9 @@ def restore(parameter: Tensor) -> bool:
 
 
 def _replace(parameter: Tensor, values: Tensor) -> None:
-    # A grad_dtype equal to the dtype is torch's default, or a value that was set once: it cannot be unset.
-    follows = parameter.grad_dtype is parameter.dtype
+    # A grad_dtype equal to the dtype is torch's default, or a value that was set once: it cannot be unset. Parameters of a copied
+    # ScriptModule are no leaves, and have none.
+    follows = parameter.is_leaf and parameter.grad_dtype is parameter.dtype
     assign(parameter, values)
     if follows:
         fit_grad(parameter, parameter.dtype)

@@ -499,18 +499,26 @@ def has_method(model: nn.Module, name: str) -> bool:
     A generator or a coroutine is none, since a call of it only begins later.
     """
     method = inspect.getattr_static(type(model), name, None)
-    if not inspect.isfunction(method) or name in vars(model):
-        return False
+    return inspect.isfunction(method) and name not in vars(model) and not _runs_later(method)
+
+
+def _runs_later(method: Any) -> str:
+    """Say what kind of function a method is whose code runs only after its call has returned; empty for any other."""
     plain = inspect.unwrap(method)
-    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    return not any(is_kind(plain) for is_kind in kinds)
+    kinds = {
+        "generator": inspect.isgeneratorfunction,
+        "coroutine": inspect.iscoroutinefunction,
+        "asynchronous generator": inspect.isasyncgenfunction,
+    }
+    return next((kind for kind, is_kind in kinds.items() if is_kind(plain)), "")
 
 
 def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
     """Check that a model has the methods that are to run under the plan.
 
     Raises:
-        StateError: The model lacks a method, or ``methods`` are not names.
+        StateError: The model lacks a method, or ``methods`` are not names. Or ``forward`` or a method is a generator or a
+            coroutine, whose code would run outside of the plan.
     """
     if isinstance(methods, str) or not (
         isinstance(methods, Iterable) and all(isinstance(method, str) for method in methods)
@@ -525,6 +533,13 @@ def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
             raise StateError(
                 f"prepare: methods={method!r}: {type(model).__name__} has no method of that name; "
                 f"it has {', '.join(known) or 'none beyond forward'}"
+            )
+    for method in ("forward", *methods):
+        if kind := _runs_later(inspect.getattr_static(type(model), method, None)):
+            raise StateError(
+                f"prepare: {type(model).__name__}.{method} is a {kind}: its code runs after the call has returned, and so outside of "
+                "the plan. Put what it computes at each turn into a method, name that in methods=, and call it from the "
+                f"{kind}."
             )
 
 
@@ -612,6 +627,9 @@ def install(
     root_input: torch.dtype | None = None
     if plan.params == "compute" or root_place.compute != plan.compute:
         root_input = FORMATS[root_place.compute].dtype
+    low = {name for name, parameter in model.named_parameters() if parameter.dtype in LOW_DTYPES}
+    widened = torch.float32 in resolution.storage.values() and not low.difference(resolution.storage)
+    widens = widened and root_input is None and root_place.compute == "fp32"
     # autocast operators accept both fp32 and the plan's format, and round only what they compute with
     casts = root_input is not None and casts_operators(plan, root_place.compute)
     alive = weakref.ref(model)  # the undo entry must not keep the model alive
@@ -645,8 +663,12 @@ def install(
     log(remove)
     root = Border(
         frame(root_place),
-        cast_inputs=torch.float32 if casts else root_input,
-        cast_only=tuple({torch.float64, *LOW_DTYPES} - {root_input}) if casts else None,
+        cast_inputs=torch.float32 if casts or widens else root_input,
+        cast_only=tuple({torch.float64, *LOW_DTYPES} - {root_input})
+        if casts
+        else tuple(LOW_DTYPES)
+        if widens
+        else None,
         cast_outputs=torch.float32 if plan.output == "fp32" else None,
         root=True,
         follow_backward=follow,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from castwise.core import _torch
@@ -110,7 +111,8 @@ def observed(model: nn.Module, *observers: Observer) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for path, module in modules.items():
-            hook(path, module)
+            if not isinstance(module, torch.jit.ScriptModule) or _torch.hooks.takes_hooks(module):
+                hook(path, module)
         for observer in observers:
             stack.enter_context(observer.around(model))
         if run is not _run:

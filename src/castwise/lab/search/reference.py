@@ -148,6 +148,7 @@ def refer_served(context: Context) -> Served:
 
     journal.tell(f"fp32 outputs of {OUTPUT_BATCHES} batches")
     first = test(settings.seed)
+    journal.notes += filter(None, [first.not_compared])
     batch = to_device(next(iter(workload.batches(settings.seed))), context.device)
     arrived = widen_(model)
     once = served(workload, model, batch)

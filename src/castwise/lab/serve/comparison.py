@@ -25,10 +25,18 @@ from castwise.lab.parity.probes import REFERENCE
 from castwise.lab.passes.isolation import undisturbed
 from castwise.lab.passes.observers import observed
 from castwise.lab.passes.regions import Part, exempt, find_parts, only
-from castwise.lab.serve.outputs import Difference, Kind, difference, kind_of, mean_difference, sampled
+from castwise.lab.serve.outputs import (
+    Difference,
+    Kind,
+    compared,
+    difference,
+    kind_of,
+    mean_difference,
+    sampled,
+)
 from castwise.lab.serve.result import OutputParity
 from castwise.lab.serve.runs import ALL, Call, Evaluate, Rounding, Runner, format_of
-from castwise.lab.serve.verdicts import LINE, REACH, SLACK, Verdict, decide
+from castwise.lab.serve.verdicts import LINE, REACH, SLACK, Verdict, decide, missing
 from castwise.lab.workloads.workload import about_data, users_code
 
 LEAST = 2
@@ -98,6 +106,12 @@ class OutputTest:
         """The number of samples in the batches: the sum of the first dimensions of the first output."""
         return self._samples
 
+    @property
+    def not_compared(self) -> str:
+        """A sentence that names what the model returns beside tensors; empty without any."""
+        found = [f"{name} ({kind})" for name, kind in self._runner.left_out.items()]
+        return f"Not compared: {', '.join(found)}." if found else ""
+
     def reference(self, count: int) -> None:
         """Run fp32 on ``count`` batches. The first batch runs twice.
 
@@ -127,6 +141,11 @@ class OutputTest:
                 first = next(iter(out.values()))
                 self._samples += first.shape[0] if first.dim() else 1
                 self._fp32.append({name: sampled(output, self._kinds[name]) for name, output in out.items()})
+        if not any(compared(each[name], kind) for each in self._fp32 for name, kind in self._kinds.items()):
+            raise WorkloadError(
+                f"{self._name}: {', '.join(self._kinds)}: empty or infinite in all {count} batches, so there is nothing to compare; "
+                "give batches whose outputs have values, or other outputs"
+            )
 
     def _kind(self, name: str, output: Tensor) -> Kind:
         return next(
@@ -145,9 +164,12 @@ class OutputTest:
                 )
             kind = self._kinds[name]
             found = difference(sampled(a, kind), sampled(b, kind), kind)
-            if found.error > REPEATS**2 * found.signal or (
-                kind == "integers" and found.changed > SLACK * found.decisions
-            ):
+            differs = (
+                found.changed > SLACK * found.decisions
+                if kind == "integers"
+                else found.error > REPEATS**2 * found.signal
+            )
+            if differs:
                 raise WorkloadError(
                     f"{self._name}: {name} is random: it differs when the same batch runs again in fp32; draw random numbers "
                     "outside of the model and give them in the batch, or compare other outputs"
@@ -160,7 +182,7 @@ class OutputTest:
                 "return the same outputs for each batch"
             )
         for name, output in out.items():
-            if output.is_floating_point() and bool(output.isnan().any()):
+            if bool(output.isnan().any()):
                 raise WorkloadError(f"{self._name}: {name} is NaN in fp32; {about_data(batch)}")
 
     def test(self, plan: Plan, compiled: bool = False) -> OutputParity:
@@ -191,13 +213,15 @@ class OutputTest:
             )
             for name, kind in self._kinds.items()
         )  # fmt: skip
+        more = {name for each in found for name in each if name not in self._kinds}
+        outputs += tuple(missing(name, "values") for name in sorted(more))
         verdicts = {each.verdict for each in outputs}
         verdict: Verdict = (
             "fail" if "fail" in verdicts else "undecided" if "undecided" in verdicts else "pass"
         )
         return OutputParity(
             plan, verdict, "", outputs, self.line, len(self.seen), self._samples, self.positions.length or None,
-            note=self.positions.note,
+            note=" ".join(filter(None, [self.positions.note, self.not_compared])),
         )  # fmt: skip
 
     def _differences(
@@ -219,7 +243,7 @@ class OutputTest:
             reach = None if noise is None else REACH * self.line * noise
             got = sampled(out[name], kind) if name in out else fp32.new_empty(0)
             found[name] = difference(fp32, got, kind, reach)
-        return found
+        return found | {name: Difference(reshaped=True) for name in out.keys() - found.keys()}
 
     def _floor(self, plan: Plan) -> list[dict[str, Difference]]:
         """Return, for each batch, how fp32's outputs change with weights and inputs that are rounded at random."""
@@ -299,13 +323,13 @@ class OutputTest:
     def _weight(self, plan: Plan) -> float:
         """Return the sum over outputs of a plan's squared errors on the first batch, each as a multiple of the floor."""
         floor, found = self._floor(plan)[0], self._differences(plan, [0])[0]
-        return math.fsum(_weight(found[name], floor[name]) for name in self._kinds)
+        return math.fsum(_weight(kind, found[name], floor[name]) for name, kind in self._kinds.items())
 
 
-def _weight(alone: Difference, floor: Difference) -> float:
+def _weight(kind: Kind, alone: Difference, floor: Difference) -> float:
     """Return a squared error as a multiple of the floor, or changed integers."""
     if alone.nonfinite:
         return math.inf
-    if not alone.signal and alone.decisions:
+    if kind == "integers" and alone.decisions:
         return alone.changed / alone.decisions
     return alone.error / floor.error if floor.error else alone.error / alone.signal if alone.signal else 0.0

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,16 +29,23 @@ KINDS: tuple[str, ...] = get_args(Kind)
 STATES = ("hidden", "state", "embed", "feature", "pooler", "attention", "past_key_values")
 """Parts of names of outputs that are no logits, whatever their shape."""
 MASKED = 1e30
-"""A value of fp32 at least this large is a mask's, and is not compared."""
+"""A value of fp32 at least this large is a mask's: under a plan it need only stay as large as fp16 can be."""
+STILL_MASKED = 6e4
+"""A value under a plan at least this large masks what fp32 masks. fp16 ends at 65504."""
 MOST_ELEMENTS = 1 << 22
 """A larger output is represented by this many of its elements, in rows drawn at random."""
 TOP = 5
 
 
-def named_outputs(value: Any, name: str = "") -> dict[str, Tensor]:
+def named_outputs(value: Any, left_out: dict[str, str] | None = None) -> dict[str, Tensor]:
     """Return the tensors in nested outputs by name, such as ``logits`` or ``hidden_states.0``; a bare tensor is ``output``.
 
-    A tensor that occurs twice has its first name.
+    A tensor that occurs twice has its first name. Arrays of NumPy become tensors. Sparse, nested and quantised tensors become
+    dense; nested ones are padded with zeros.
+
+    Args:
+        value: What a model returned.
+        left_out: Filled with the names of objects that may hold tensors and cannot be read, and the names of their classes.
     """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -47,18 +55,37 @@ def named_outputs(value: Any, name: str = "") -> dict[str, Tensor]:
             return
         if isinstance(one, Tensor):
             seen.add(id(one))
-            found[at or "output"] = one
+            found[at or "output"] = _dense(one)
+        elif isinstance(one, np.ndarray) and one.dtype.kind in "biufc":
+            found[at or "output"] = torch.from_numpy(one.copy())
         elif (inner := contents(one)) is not None:
             seen.add(id(one))
             for key, item in inner:
                 walk(item, f"{at}.{key}" if at else str(key))
+        elif left_out is not None and not isinstance(one, _PLAIN):
+            left_out[at or "output"] = type(one).__name__
 
-    walk(value, name)
+    walk(value, "")
     return found
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Types of Python whose values are not compared, since they are hardly a model's answer."""
+
+
+def _dense(output: Tensor) -> Tensor:
+    if output.is_nested:
+        padded: Tensor = torch.nested.to_padded_tensor(output.detach(), 0.0)
+        return padded
+    if output.layout != torch.strided:
+        return output.detach().to_dense()
+    return output.dequantize() if output.is_quantized else output
 
 
 def kind_of(name: str, output: Tensor) -> Kind:
     """Return what an output is for, from its dtype, its shape and its name."""
+    if output.is_complex():
+        return "values"
     if not output.is_floating_point():
         return "integers"
     if output.dim() == 1 or (output.dim() == 2 and output.shape[1] == 1):
@@ -93,10 +120,12 @@ class Difference:
     """How an output of one batch differs from fp32's.
 
     Attributes:
-        elements: Number of elements compared.
+        elements: Number of elements compared by value.
         error: Sum of squared differences, of elements that are finite in both runs.
         signal: Sum of squares of fp32's output.
-        nonfinite: Number of elements that are NaN or infinite where fp32's are finite.
+        nonfinite: Number of elements that are NaN, or infinite where fp32's are finite.
+        masked: Number of elements that are infinite in fp32, or a mask's.
+        lost: Number of these that are neither that large nor NaN, or have another sign.
         reshaped: Whether the shape differs. All elements then count as changed.
         decisions: Number of rows of logits, or of integers.
         changed: Number of changed decisions: of the largest of a row of logits, or of integers.
@@ -111,6 +140,8 @@ class Difference:
     error: float = 0.0
     signal: float = 0.0
     nonfinite: int = 0
+    masked: int = 0
+    lost: float = 0
     reshaped: bool = False
     decisions: int = 0
     changed: float = 0
@@ -132,19 +163,24 @@ def difference(fp32: Tensor, other: Tensor, kind: Kind, reach: Tensor | None = N
     """
     if fp32.shape != other.shape:
         return _reshaped(fp32, kind)
-    if kind == "integers":
-        changed = int((fp32 != other).sum())
-        return Difference(fp32.numel(), decisions=fp32.numel(), changed=changed)
     wide = widest_dtype(fp32.device)
     x, y = fp32.to(wide), other.to(wide)
-    counts = x.isfinite() & (x.abs() < MASKED)
-    bad = counts & ~y.isfinite()
+    if kind == "integers":
+        changed, error = int((fp32 != other).sum()), float((y - x).square().sum())
+        return Difference(
+            fp32.numel(), error, float(x.square().sum()), decisions=fp32.numel(), changed=changed
+        )
+    counts = _compared(x)
+    bad = (counts & ~y.isfinite()) | y.isnan()
+    kept = (y.abs() >= STILL_MASKED) & (y.sign() == x.sign())
     delta = torch.where(counts & ~bad, y - x, 0.0)
     found = Difference(
         int(counts.sum()),
         float(delta.square().sum()),
         float(torch.where(counts, x, 0.0).square().sum()),
         int(bad.sum()),
+        int((~counts).sum()),
+        int((~counts & ~bad & ~kept).sum()),
     )
     if kind == "scores":
         found.output = y
@@ -167,6 +203,16 @@ def difference(fp32: Tensor, other: Tensor, kind: Kind, reach: Tensor | None = N
     return found
 
 
+def _compared(x: Tensor) -> Tensor:
+    """Return which elements of fp32's output are compared by value: those that are finite and no mask's."""
+    return x.isfinite() & (x.abs() < MASKED)
+
+
+def compared(fp32: Tensor, kind: Kind) -> int:
+    """Return how many elements of fp32's output say anything."""
+    return fp32.numel() if kind == "integers" else int(_compared(fp32).sum())
+
+
 def mean_difference(found: Sequence[Difference]) -> Difference:
     """Return the mean of several differences of one output on one batch: numbers of changes too, which then need not be whole."""
     noises = [each.noise for each in found if each.noise is not None]
@@ -174,6 +220,7 @@ def mean_difference(found: Sequence[Difference]) -> Difference:
         found[0],
         error=math.fsum(each.error for each in found) / len(found),
         changed=math.fsum(each.changed for each in found) / len(found),
+        lost=math.fsum(each.lost for each in found) / len(found),
         reshaped=any(each.reshaped for each in found),
         noise=torch.stack(noises).square().mean(0).sqrt() if noises else None,
     )
@@ -200,7 +247,7 @@ def _log_probabilities(rows: Tensor) -> Tensor:
 def spread(fp32: Tensor, kind: Kind, centre: float = 0.0) -> float:
     """Return the sum of squared deviations of fp32's output from its mean: of each row of logits, or else from ``centre``."""
     x = fp32.to(widest_dtype(fp32.device))
-    counts = x.isfinite() & (x.abs() < MASKED)
+    counts = _compared(x)
     x = torch.where(counts, x, 0.0)
     middle = x.sum(1, keepdim=True) / counts.sum(1, keepdim=True).clamp_min(1) if kind == "logits" else centre
     return float(torch.where(counts, x - middle, 0.0).square().sum())

@@ -16,12 +16,13 @@ from castwise.core.casting.trees import map_tensors
 from castwise.core.model.arrival import widen_for
 from castwise.core.plans.formats import FORMATS, Format
 from castwise.core.plans.plan import Plan
+from castwise.core.plans.text import shown
 from castwise.core.plans.words import in_words
 from castwise.core.ranks import ALONE
 from castwise.core.session import Amp
 from castwise.core.session.storage import silent_about_rounding
 from castwise.errors import WorkloadError
-from castwise.lab.parity.probes import REFERENCE, dithered
+from castwise.lab.parity.probes import REFERENCE, as_real, dithered
 from castwise.lab.passes.choices import lowest_format
 from castwise.lab.passes.isolation import seed_all, undisturbed
 from castwise.lab.passes.passes import Original, observed_under
@@ -52,6 +53,7 @@ class Runner:
 
     Attributes:
         model: The fp32 model.
+        left_out: Names of what the model returned beside tensors and could not be read, with the names of the classes.
 
     Raises:
         WorkloadError: The model is prepared already, or cannot be copied.
@@ -71,6 +73,7 @@ class Runner:
                 f"{name}: the model is prepared under a plan, and may hold rounded weights; give the fp32 model as it was before"
             )
         self.call, self.device, self.seed, self.name, self._outputs = call, device, seed, name, tuple(outputs)
+        self.left_out: dict[str, str] = {}
         self._original = Original(model, name, device)
         self.model = self._original.model.eval()
 
@@ -98,7 +101,7 @@ class Runner:
             WorkloadError: There are no outputs of the wanted names.
         """
         seed_all((self.seed + again) % 2**32)
-        found = named_outputs(self.call(model, batch))
+        found = named_outputs(self.call(model, batch), self.left_out)
         chosen = {
             name: t for name, t in found.items() if any(fnmatchcase(name, each) for each in self._outputs)
         }
@@ -124,7 +127,13 @@ class Runner:
 
         def run(model: nn.Module) -> dict[str, float]:
             seed_all(self.seed % 2**32)
-            return {name: float(value) for name, value in evaluate(model).items()}
+            value = evaluate(model)
+            if isinstance(value, Mapping) and value and all(map(_is_number, value.values())):
+                return {str(name): float(number) for name, number in value.items()}
+            raise WorkloadError(
+                f"{self.name}: evaluate returned {shown(value)}; return a mapping from the names of metrics to numbers, such as "
+                "{'accuracy': 0.9}"
+            )
 
         with users_code(f"{self.name}: evaluate failed in fp32"), self.running(REFERENCE) as model:
             begin = time.monotonic()
@@ -142,11 +151,24 @@ class Runner:
         ):
             under = run(model)
         found = []
-        for name, value in fp32.items():
-            noise = math.sqrt(math.fsum((draw[name] - value) ** 2 for draw in draws) / DRAWS)
-            most = max(line * noise, SLACK * abs(value))
-            found.append(Metric(name, value, under[name], noise, abs(under[name] - value) <= most))
+        for name in {**fp32, **under}:
+            value, now = fp32.get(name, math.nan), under.get(name, math.nan)
+            moved = [draw.get(name, math.nan) - value for draw in draws]
+            finite = [change for change in moved if math.isfinite(change)]
+            noise = math.sqrt(math.fsum(change**2 for change in finite) / max(1, len(finite)))
+            same = now == value or (math.isnan(now) and math.isnan(value))
+            most = max(line * noise, SLACK * abs(value)) if math.isfinite(value) else -1.0
+            found.append(Metric(name, value, now, noise, same or abs(now - value) <= most))
         return tuple(found)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a metric's value is one number: Python's, NumPy's, or a tensor of one element."""
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return not isinstance(value, (str, bytes))
 
 
 def format_of(plan: Plan) -> Format:
@@ -178,6 +200,8 @@ class Rounding:
         return map_tensors(self._perturbed, batch)
 
     def _perturbed(self, tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return torch.view_as_complex(self._perturbed(as_real(tensor)))
         if not tensor.is_floating_point():
             return tensor
         exact = ~tensor.isfinite()

@@ -1,16 +1,21 @@
 """Decide from the differences of outputs whether a plan's outputs are as good as fp32's.
 
 Everything is held against what rounding alone does: fp32's outputs when the weights and inputs are perturbed by up to half a unit
-in the last place of the plan's format. This is called the *floor*. Three ratios are compared with one line, each as a multiple of
+in the last place of the plan's format. This is called the *floor*. These ratios are compared with one line, each as a multiple of
 the floor:
 
 - the error of floating outputs, as the root of summed squares over batches;
 - changed decisions of logits that the floor does not explain. A change is explained if fp32 has a smaller margin between the two
   classes than ``REACH`` lines times the floor of the row. A share of ``SLACK`` is allowed;
-- changed integers, compared with the changes in the floor plus ``SLACK`` of all.
+- changed integers, compared with the changes in the floor plus ``SLACK`` of all. If so many change in the floor that the line would
+  be far even with all changed, integers are compared by value, as floating outputs are;
+- infinite values and masks that are lost, compared with the floor plus ``SLACK`` of them.
 
 The floor excuses an error only up to ``CONDITION`` eps of the format, relative to the spread of the outputs: of a row's logits
-around their mean, of scores and values around the mean of all. Beyond that the format is too coarse for the model or its inputs.
+around their mean, of scores and values around the mean of all. Beyond that the format is too coarse for the model or its inputs; of
+integers, nothing can be said then. A plan passes only where it could have failed: no floor excuses all.
+
+Outputs that are missing, or have another shape although rounding changes none, fail.
 
 Each ratio has a 95 % interval over batches. A plan passes if all intervals end below the line, and fails if one begins above it.
 Rare damage makes intervals wide. So a plan also fails if at least two batches have errors beyond ``FAR`` lines of the largest
@@ -52,11 +57,11 @@ class OutputError:
     Attributes:
         name: The name of the output, such as ``logits`` or ``hidden_states.0``; a bare tensor is ``output``.
         kind: What the output is for: ``logits``, ``scores``, ``values`` or ``integers``.
-        elements: The number of elements that were compared.
-        error: The norm of the difference, divided by the norm of fp32's output. None for integers.
-        floor: The same for the floor. None for integers.
+        elements: The number of elements that were compared by value.
+        error: The norm of the difference, divided by the norm of fp32's output. None for integers that were not compared by value.
+        floor: The same for the floor.
         verdict: ``pass``, ``fail`` or ``undecided``.
-        by: What decided: ``error``, ``decisions``, ``integers`` or ``finite``.
+        by: What decided: ``error``, ``decisions``, ``integers``, ``masks``, ``finite`` or ``shape``.
         times: The quantity that decided, as a multiple of the floor.
         low: The lower end of the 95 % interval of ``times``.
         high: The upper end of the 95 % interval of ``times``.
@@ -68,7 +73,8 @@ class OutputError:
         divergence_p99: The 99th percentile of the KL divergence over rows.
         rank: Spearman's correlation of the scores with fp32's.
         rank_by_rounding: The same correlation for the floor.
-        nonfinite: The number of elements that are NaN or infinite where fp32's are finite.
+        nonfinite: The number of elements that are NaN, or infinite where fp32's are finite.
+        lost: The share of infinite values and masks of fp32 that are neither that large nor of the same sign. None without any.
         coarse: Whether the format is too coarse for the model or its inputs: rounding them changes the outputs by more than
             8 eps of their spread, and only so much of the floor counts.
     """
@@ -92,6 +98,7 @@ class OutputError:
     rank: float | None = None
     rank_by_rounding: float | None = None
     nonfinite: int = 0
+    lost: float | None = None
     coarse: bool = False
 
     def needed(self, batches: int, line: float) -> int | None:
@@ -103,7 +110,8 @@ class OutputError:
         """
         reach = self.high - self.times if self.times < line else self.times - self.low
         distance = abs(line - self.times)
-        if self.verdict != "undecided" or not distance or not math.isfinite(reach):
+        unknown = self.by == "integers" and self.coarse
+        if self.verdict != "undecided" or unknown or not distance or not math.isfinite(reach):
             return None
         return math.ceil(batches * max(1.0, (reach / distance) ** 2))
 
@@ -114,7 +122,18 @@ class OutputError:
             line: The line.
         """
         if self.by == "finite":
-            return f"{self.name} has {self.nonfinite} infinite or NaN values where fp32's are finite"
+            return (
+                f"{self.name} has {self.nonfinite} values that are NaN, or infinite where fp32's are finite"
+            )
+        if self.by == "shape":
+            return f"{self.name} is missing, or has another shape than in fp32"
+        if self.by == "empty":
+            return f"{self.name} is empty"
+        if self.by == "integers" and self.coarse:
+            return (
+                f"rounding the weights and inputs alone changes {self.changed_by_rounding:.0%} of the integers in {self.name} by much, so "
+                "nothing can be said about them; compare the numbers from which they are made"
+            )
         where = {"pass": "below", "fail": "above", "undecided": "on both sides of"}[self.verdict]
         if self.by == "decisions":
             low, high = (f"{end * SLACK / line:.2%}" for end in (self.low, self.high))
@@ -126,6 +145,10 @@ class OutputError:
             f"{self.times:.3g} times what rounding explains (95 % interval {self.low:.3g} to {self.high:.3g}), "
             f"{where} the line of {line:g}"
         )
+        if self.by == "masks":
+            return (
+                f"{self.lost:.2%} of the infinite or masked values of {self.name} are lost; that is {times}"
+            )
         if self.by == "integers":
             return f"{self.changed:.2%} of {self.name} change, {self.changed_by_rounding:.2%} by rounding alone; that is {times}"
         if self.coarse:
@@ -157,20 +180,40 @@ def decide(
         eps: The eps of the plan's format.
     """
     elements = sum(each.elements for each in plan)
+    if any(p.reshaped for p in plan) and not any(f.reshaped for f in floor):
+        return missing(name, kind)
+    masked = sum(p.masked for p in plan)
+    if not elements and not masked:
+        return OutputError(name, kind, 0, 0.0, 0.0, "pass", "empty", 0.0, 0.0, 0.0)
     ratios: dict[str, Ratio] = {}
     counted = 1.0
-    if kind == "integers":
-        allowed = [f.changed + SLACK / line * f.decisions for f in floor]
-        ratios["integers"] = ratio_of_sums([p.changed for p in plan], allowed)
+    by_share = kind == "integers" and _can_fail(
+        [f.changed for f in floor], [f.decisions for f in floor], line
+    )
+    if by_share:
+        ratios["integers"] = ratio_of_sums(
+            [p.changed for p in plan],
+            _allowed([f.changed for f in floor], [f.decisions for f in floor], line),
+        )
     else:
-        counted = _counted(kind, fp32, plan, floor, eps)
+        counted = _counted(kind, fp32, plan, floor, eps, line)
         square = ratio_of_sums([p.error for p in plan], [f.error * counted for f in floor])
         ratios["error"] = Ratio(square.value**0.5, square.low**0.5, square.high**0.5, LEVEL, square.n)
     if kind == "logits":
         ratios["decisions"] = ratio_of_sums(
             [p.unexplained for p in plan], [SLACK / line * p.decisions for p in plan]
         )
+    if masked:
+        ratios["masks"] = ratio_of_sums(
+            [p.lost for p in plan], _allowed([f.lost for f in floor], [f.masked for f in floor], line)
+        )
     verdicts = {by: _verdict(ratio, line) for by, ratio in ratios.items()}
+    if masked and not _can_fail([f.lost for f in floor], [f.masked for f in floor], line):
+        verdicts["masks"] = "undecided"
+    if kind == "integers" and counted < 1.0:
+        unknown = ratios.pop("error")
+        ratios["integers"] = Ratio(unknown.value, unknown.low, math.inf, LEVEL, unknown.n)
+        verdicts = {"integers": "undecided"}
     if kind != "integers" and _is_far(plan, floor, line):
         verdicts["error"] = "fail"
     nonfinite = sum(p.nonfinite for p in plan)
@@ -179,9 +222,30 @@ def decide(
     by = max(ratios, key=lambda each: (_ORDER.index(verdicts[each]), each == "finite", ratios[each].high))
     ratio = ratios[by]
     return OutputError(
-        name, kind, elements, math.inf if nonfinite else _relative(kind, plan), _relative(kind, floor), verdicts[by], by,
-        ratio.value, ratio.low, ratio.high, nonfinite=nonfinite, coarse=counted < 1.0, **_decisions(kind, fp32, plan, floor),
+        name, kind, elements, None if by_share else math.inf if nonfinite else _relative(plan),
+        None if by_share else _relative(floor), verdicts[by], by, ratio.value, ratio.low, ratio.high, nonfinite=nonfinite,
+        lost=sum(p.lost for p in plan) / masked if masked else None, coarse=counted < 1.0, **_decisions(kind, fp32, plan, floor),
     )  # fmt: skip
+
+
+def missing(name: str, kind: Kind) -> OutputError:
+    """Return the result of an output that is not there under the plan, has another shape, or is there only under the plan."""
+    worst = math.inf
+    return OutputError(name, kind, 0, worst, None, "fail", "shape", worst, worst, worst)
+
+
+def _allowed(changed: Sequence[float], decisions: Sequence[int], line: float) -> list[float]:
+    """Return how many changes count as one floor, of each batch: the share that rounding changes in all, and the slack.
+
+    One batch's own share would be 0 or much more, by chance.
+    """
+    share = sum(changed) / max(1, sum(decisions)) + SLACK / line
+    return [share * count for count in decisions]
+
+
+def _can_fail(changed: Sequence[float], decisions: Sequence[int], line: float) -> bool:
+    """Whether a plan that changes everything would be clearly beyond the line, given what rounding changes."""
+    return 2.0 * line * sum(changed) <= sum(decisions)
 
 
 _ORDER = ("pass", "undecided", "fail")
@@ -197,6 +261,7 @@ def _counted(
     plan: Sequence[Difference],
     floor: Sequence[Difference],
     eps: float,
+    line: float,
 ) -> float:
     """Return the share of the floor's summed squares that excuses an error."""
     count = sum(p.elements for p in plan)
@@ -205,7 +270,8 @@ def _counted(
         centre = sum(float(torch.where(x.isfinite(), x, 0.0).sum()) for x in fp32) / count
     spreads = sum(spread(x, kind, centre) for x in fp32)
     floors = sum(f.error for f in floor)
-    return min(1.0, (CONDITION * eps) ** 2 * spreads / floors) if floors else 1.0
+    most = min(CONDITION * eps, 0.5 / line)  # so that an output that is lost as a whole fails
+    return min(1.0, most**2 * spreads / floors) if floors else 1.0
 
 
 def _is_far(plan: Sequence[Difference], floor: Sequence[Difference], line: float) -> bool:
@@ -214,9 +280,7 @@ def _is_far(plan: Sequence[Difference], floor: Sequence[Difference], line: float
     return sum(bool(p.elements) and p.error / p.elements > (FAR * line) ** 2 * most for p in plan) >= 2
 
 
-def _relative(kind: Kind, found: Sequence[Difference]) -> float | None:
-    if kind == "integers":
-        return None
+def _relative(found: Sequence[Difference]) -> float:
     signal, error = (math.fsum(getattr(each, name) for each in found) for name in ("signal", "error"))
     return (error / signal) ** 0.5 if signal else 0.0 if not error else math.inf
 
@@ -233,10 +297,10 @@ def _decisions(
         out["unexplained"] = sum(p.unexplained for p in plan) / max(1, count)
         tops = [p for p in plan if p.top is not None]
         if tops:
-            out["top5_changed"] = sum(p.top or 0 for p in tops) / sum(p.decisions for p in tops)
+            out["top5_changed"] = sum(p.top or 0 for p in tops) / max(1, sum(p.decisions for p in tops))
         rows = [p.divergence.cpu() for p in plan if p.divergence is not None]
-        if rows:
-            every = torch.cat(rows)
+        every = torch.cat(rows) if rows else torch.empty(0)
+        if len(every):
             out["divergence"] = float(every.mean())
             out["divergence_p99"] = float(every.kthvalue(math.ceil(0.99 * len(every))).values)
     if kind == "scores":
