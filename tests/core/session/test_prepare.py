@@ -562,7 +562,7 @@ class Lazily(nn.Linear):
     [
         (Streams, "stream", "generator"),
         (Streams, "later", "coroutine"),
-        (Streams, "flow", "asynchronous generator"),
+        (Streams, "flow", "async generator"),
         (Lazily, "forward", "generator"),
     ],
 )
@@ -577,6 +577,41 @@ def test_code_that_runs_after_its_call_has_returned_is_refused(
     ):
         castwise.Amp("bf16-mixed", device=DEVICE).prepare(model, methods=methods)
     assert castwise.Amp.of(model) is None
+    with castwise.Amp("fp32", device=DEVICE) as amp:
+        amp.prepare(model, methods=methods)
+
+
+def collected(method: Any) -> Any:
+    """Decorate a generator method so that a call runs it to its end."""
+    return functools.wraps(method)(lambda self, x: [*method(self, x)])
+
+
+def passed_on(method: Any) -> Any:
+    return functools.wraps(method)(lambda self, x: method(self, x))
+
+
+def test_a_generator_that_a_decorator_runs_to_its_end_is_a_plain_method_and_one_that_it_passes_on_is_none() -> (
+    None
+):
+    class Model(nn.Linear):
+        @collected
+        def forward(self, x: Any) -> Any:
+            yield super().forward(x)
+
+        @passed_on
+        def stream(self, x: Any) -> Any:
+            yield self(x)
+
+    model, x = Model(4, 4), torch.rand(2, 4, device=DEVICE)
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
+        amp.prepare(model.to(DEVICE), methods=("stream",))
+        assert model(x)[0].dtype is torch.float32
+        with pytest.raises(
+            StateError, match=r"what this Model returns is a generator: its code runs after the call"
+        ):
+            model.stream(x)
+        assert frames.depth() == 0
+        assert not torch.is_autocast_enabled(DEVICE)
 
 
 @each_value(2)

@@ -389,6 +389,7 @@ SOUND: dict[str, Callable[[Tensor, bool], Any]] = {
     "audio": lambda h, low: audio(h),
     "a mask as fp16 writes it": lambda h, low: half(h, -65504.0 if low else -torch.inf),
     "an output that is always empty": lambda h, low: {"a": h, "b": h[:0]},
+    "an output of masks alone": lambda h, low: {"a": h, "b": torch.full_like(h, -torch.inf)},
     "a sparse output": lambda h, low: h.to_sparse(),
     "an array": lambda h, low: h.detach().cpu().numpy(),
 }
@@ -400,6 +401,7 @@ WRONG: dict[str, Callable[[Tensor, bool], Any]] = {
     "another shape than that of zeros": lambda h, low: torch.zeros(8, 7 if low else 5),
     "an output that is gone": lambda h, low: {"a": h} if low else {"a": h, "b": torch.zeros(8, 2, 2)},
     "an output more": lambda h, low: {"a": h, "b": h + 1.0} if low else {"a": h},
+    "another shape of an output with infinities": lambda h, low: half(h, torch.inf)[: 5 if low else 8],
     "NaN for infinity": lambda h, low: half(h, torch.nan if low else torch.inf),
     "a mask that is lost": lambda h, low: half(h, 1000.0 if low else -torch.inf),
     "another sign": lambda h, low: half(h, torch.inf if low else -torch.inf),

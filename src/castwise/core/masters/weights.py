@@ -174,7 +174,9 @@ class LoadIntoMasters:
                 state_dict[prefix + name] = parameter
 
 
-def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object]) -> None:
+def install_hooks(
+    model: nn.Module, log: Callable[[Callable[[], None]], object], *, inference: bool = False
+) -> None:
     """Install the hooks that synchronise a model with its fp32 masters before ``forward`` and ``state_dict``.
 
     Another hook writes the unrounded values of loaded state dicts into the masters.
@@ -184,6 +186,7 @@ def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object])
     Args:
         model: The model.
         log: Called with a function that removes the hooks, before any hook is installed.
+        inference: Whether no optimizer trains the model. Then it has no masters, and ``forward`` gets no hook.
     """
     first = functools.partial(
         sync_first
@@ -199,7 +202,8 @@ def install_hooks(model: nn.Module, log: Callable[[Callable[[], None]], object])
 
     log(remove)
     hooked.append((weakref.ref(model), first))
-    _torch.hooks.hook_first(model, first)
+    if not inference:
+        _torch.hooks.hook_first(model, first)
     model.register_load_state_dict_post_hook(loaded)
     for module in model.modules():
         own = next(module.parameters(recurse=False), None)

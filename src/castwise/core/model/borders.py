@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +45,7 @@ from castwise.core.model.resolve import ModulePlan, Resolution, casts_operators
 from castwise.core.model.rounding import RoundedInputs
 from castwise.core.model.stored import explain_cast, refuse_cast
 from castwise.core.plans import rules
-from castwise.core.plans.formats import FORMATS, LOW_DTYPES
+from castwise.core.plans.formats import FORMATS, LOW, LOW_DTYPES
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import shown
 from castwise.errors import StateError
@@ -288,8 +289,27 @@ class Border:
         if isinstance(output, torch.Tensor):
             output = _widened(output) if output.dtype in LOW_DTYPES else output
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
+        if isinstance(output, _LATER) and self.site is not None and _computes_low(self.site.plan):
+            _refuse_later(
+                f"what this {type(module).__name__} returns", type(output).__name__.replace("_", " ")
+            )
         output = map_tensors(_widened, output)
         return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
+
+
+_LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
+
+
+def _refuse_later(what: str, kind: str) -> None:
+    """Raise the error for code that runs after its call has returned.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{what} is a {kind}: its code runs after the call has returned, and so outside of the plan. Put what it computes at each "
+        f"turn into a method, name that in methods=, and call it from the {kind}."
+    )
 
 
 def _refuse_export(kind: str) -> None:
@@ -499,21 +519,24 @@ def has_method(model: nn.Module, name: str) -> bool:
     A generator or a coroutine is none, since a call of it only begins later.
     """
     method = inspect.getattr_static(type(model), name, None)
-    return inspect.isfunction(method) and name not in vars(model) and not _runs_later(method)
+    return inspect.isfunction(method) and name not in vars(model) and not _runs_later(inspect.unwrap(method))
 
 
 def _runs_later(method: Any) -> str:
     """Say what kind of function a method is whose code runs only after its call has returned; empty for any other."""
-    plain = inspect.unwrap(method)
     kinds = {
         "generator": inspect.isgeneratorfunction,
         "coroutine": inspect.iscoroutinefunction,
-        "asynchronous generator": inspect.isasyncgenfunction,
+        "async generator": inspect.isasyncgenfunction,
     }
-    return next((kind for kind, is_kind in kinds.items() if is_kind(plain)), "")
+    return next((kind for kind, is_kind in kinds.items() if is_kind(method)), "")
 
 
-def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
+def _computes_low(plan: Plan) -> bool:
+    return not plan.formats.isdisjoint(LOW)
+
+
+def check_methods(plan: Plan, model: nn.Module, methods: Iterable[str]) -> None:
     """Check that a model has the methods that are to run under the plan.
 
     Raises:
@@ -534,13 +557,9 @@ def check_methods(model: nn.Module, methods: Iterable[str]) -> None:
                 f"prepare: methods={method!r}: {type(model).__name__} has no method of that name; "
                 f"it has {', '.join(known) or 'none beyond forward'}"
             )
-    for method in ("forward", *methods):
+    for method in ("forward", *methods) if _computes_low(plan) else ():
         if kind := _runs_later(inspect.getattr_static(type(model), method, None)):
-            raise StateError(
-                f"prepare: {type(model).__name__}.{method} is a {kind}: its code runs after the call has returned, and so outside of "
-                "the plan. Put what it computes at each turn into a method, name that in methods=, and call it from the "
-                f"{kind}."
-            )
+            _refuse_later(f"prepare: {type(model).__name__}.{method}", kind)
 
 
 def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, rules.Row]) -> Frame:

@@ -283,7 +283,7 @@ class Amp(masters.OfThisProcess):
             found = Inventory.of(model, optimizers)
             target = found.model
             self._check(found, wrapped=wrapped, inference=inference)
-            borders.check_methods(target, methods)
+            borders.check_methods(self.plan, target, methods)
             if inference and "generate" not in methods and borders.has_method(target, "generate"):
                 methods = [*methods, "generate"]  # generate() calls encoder and decoder separately
             resolution = self.resolve(target, part=part, inference=inference, widen=widen)

@@ -123,7 +123,7 @@ def apply(
         fsdp.follow_unfreezing(model, plan, log.callback)
     if dtypes and not (plan.keeps_masters and optimizers):
         # these hooks keep the remembered fp32 values up to date when a state is loaded; attaching masters installs them too
-        masters.install_hooks(model, log.callback)
+        masters.install_hooks(model, log.callback, inference=inference)
     if plan.keeps_masters and (dtypes or arrived):
         refuse = functools.partial(_refuse_stranger, alive)
         _torch.steps.subscribe(refuse, log=log.callback)

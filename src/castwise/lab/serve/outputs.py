@@ -228,7 +228,8 @@ def mean_difference(found: Sequence[Difference]) -> Difference:
 
 def _reshaped(fp32: Tensor, kind: Kind) -> Difference:
     """Return the difference from an output of another shape: as large as fp32's output, with all decisions changed."""
-    signal = 0.0 if kind == "integers" else float(fp32.to(widest_dtype(fp32.device)).square().sum())
+    x = fp32.to(widest_dtype(fp32.device))
+    signal = float(torch.where(_compared(x), x, 0.0).square().sum())
     decisions = len(fp32) if kind in ("logits", "integers") else 0
     return Difference(
         fp32.numel(), signal, signal, reshaped=True, decisions=decisions, changed=decisions, unexplained=decisions,
