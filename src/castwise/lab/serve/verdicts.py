@@ -299,8 +299,8 @@ def _decisions(
         if tops:
             out["top5_changed"] = sum(p.top or 0 for p in tops) / max(1, sum(p.decisions for p in tops))
         rows = [p.divergence.cpu() for p in plan if p.divergence is not None]
-        every = torch.cat(rows) if rows else torch.empty(0)
-        if len(every):
+        if any(map(len, rows)):
+            every = torch.cat(rows)
             out["divergence"] = float(every.mean())
             out["divergence_p99"] = float(every.kthvalue(math.ceil(0.99 * len(every))).values)
     if kind == "scores":
