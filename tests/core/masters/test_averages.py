@@ -383,3 +383,32 @@ def test_statistics_that_are_near_to_a_weight_are_not_noticed(affine: bool) -> N
             amp.backward(model(x).square().mean())
             amp.step(optimizer)
             optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_a_search_reads_each_tensor_once_however_many_layers_are_alike(
+    monkeypatch: pytest.MonkeyPatch, average: bool
+) -> None:
+    """A mixture of experts has thousands of equal layers, and a reference model beside it as many candidates again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60))).to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp = castwise.Amp("bf16-master", device=DEVICE)
+    amp.prepare(model, optimizer)
+    others = [weight.detach().clone() for weight in model.parameters()]
+    read, sample = [], copies._sample
+    monkeypatch.setattr(copies, "_sample", lambda tensor: read.append(tensor) or sample(tensor))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            amp.backward(model(torch.randn(4, 8, device=DEVICE)).square().sum())
+            amp.step(optimizer)
+            optimizer.zero_grad()
+            if average and step > 2:
+                torch._foreach_lerp_(others, [weight.detach() for weight in model.parameters()], 0.1)
+    assert (
+        0 < len(read) <= 2 * 3 * len(others)
+    )  # two searches, each of the parameters, their masters' and the others
+    told = [str(one.message) for one in caught if "being updated" in str(one.message)]
+    assert bool(told) is average
+    amp.close()

@@ -11,6 +11,7 @@ These are searched for among all tensors of the process, at a few steps.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,8 @@ They come in pairs, to find averages that are created anew at each step. The lat
 warmup."""
 _NEAR = 0.5
 """A tensor counts as near a parameter if its distance is below this fraction of the parameter's norm."""
+_AT_ONCE = 256
+"""The number of tensors whose distances from all parameters of their shape are computed at once."""
 _SAMPLE = 64
 """The number of elements by which a tensor is compared with a parameter."""
 
@@ -133,25 +136,21 @@ def search(step: int, parameters: Sequence[Tensor], master_of: Callable[[Tensor]
     tensors = [(thing, _address(thing)) for thing in _torch.tensors.living(Tensor)]
     known = {address for tensor, address in tensors if tensor.requires_grad and master_of(tensor) is not None}
     known |= {tensor.data_ptr() for clone in _clones if (tensor := clone.memory.tensor()) is not None}
-    sought = {}
+    sought: dict[Any, dict[int, tuple[Tensor, int]]] = {}
     for tensor, address in tensors:
         if not address or address in known or type(tensor) not in (Tensor, nn.Parameter):
             continue
-        if sources := alike.get((tensor.shape, tensor.dtype, tensor.device)):
-            sought[id(tensor)] = tensor, address, sources
+        if (kind := (tensor.shape, tensor.dtype, tensor.device)) in alike:
+            sought.setdefault(kind, {})[id(tensor)] = tensor, address
     # A trained parameter of any model is not an average. A teacher's parameter may require gradients but has no ``grad``.
     # ``grad`` is read only for candidates, since a backward on another thread may be writing it.
-    addresses = {address for _, address, _ in sought.values()}
+    addresses = {address for those in sought.values() for _, address in those.values()}
     known = {address for tensor, address in tensors if address in addresses and _is_trained(tensor)}
     before = _near if step - 1 in _SEARCHED else []
     found: list[_Near] = []
-    for tensor, address, sources in sought.values():
-        if address in known:
-            continue
-        values = _sample(tensor)
-        source = min(sources, key=lambda parameter: _distance(values, _sample(parameter)))
-        weights = _sample(source)
-        if _distance(values, weights) < _NEAR:
+    for kind, those in sought.items():
+        candidates = [tensor for tensor, address in those.values() if address not in known]
+        for tensor, values, source, weights in _nearest(candidates, alike[kind]):
             memory = _torch.tensors.WeakMemory(tensor)
             _clones.append(_Clone(memory, TensorWeakRef(source), memory.version))
             found.append(_Near(memory, TensorWeakRef(source), values, weights, torch.finfo(tensor.dtype).eps))
@@ -177,10 +176,26 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[:_SAMPLE].float()
 
 
-def _distance(values: Tensor, weights: Tensor) -> float:
-    """Return the relative distance of elements from those of a parameter, or 1 if the parameter's are all zero."""
-    size = float(weights.norm())
-    return float((values - weights).norm()) / size if size else 1.0
+def _nearest(
+    candidates: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Yield the tensors that are near a parameter of their shape, with their samples, the nearest parameter, and its sample.
+
+    A model of many equal layers has as many candidates as parameters, so all distances are computed together, in chunks.
+    """
+    if not candidates:
+        return
+    weights = torch.stack([*map(_sample, parameters)])
+    sizes = weights.norm(dim=1)
+    for start in range(0, len(candidates), _AT_ONCE):
+        some = candidates[start : start + _AT_ONCE]
+        values = torch.stack([*map(_sample, some)])
+        # relative to the parameter; NaN, which also comes from a parameter of zeros, is never near
+        distances, nearest = (torch.cdist(values, weights) / sizes).nan_to_num(math.inf).min(dim=1)
+        near = (distances < _NEAR).tolist()
+        for index, at in enumerate(nearest.tolist()):
+            if near[index]:
+                yield some[index], values[index].clone(), parameters[at], weights[at].clone()
 
 
 def is_watched(copied: Tensor) -> bool:
