@@ -590,28 +590,48 @@ def passed_on(method: Any) -> Any:
     return functools.wraps(method)(lambda self, x: method(self, x))
 
 
-def test_a_generator_that_a_decorator_runs_to_its_end_is_a_plain_method_and_one_that_it_passes_on_is_none() -> (
-    None
-):
-    class Model(nn.Linear):
-        @collected
-        def forward(self, x: Any) -> Any:
-            yield super().forward(x)
+class Later(nn.Linear):
+    @collected
+    def forward(self, x: Any) -> Any:
+        yield super().forward(x)
 
-        @passed_on
-        def stream(self, x: Any) -> Any:
-            yield self(x)
+    @passed_on
+    def stream(self, x: Any) -> Any:
+        yield self(x)
 
-    model, x = Model(4, 4), torch.rand(2, 4, device=DEVICE)
+    @contextlib.contextmanager
+    def session(self, x: Any) -> Any:
+        yield self(x)
+
+    def mapped(self, x: Any) -> Any:
+        return {"out": map(self, [x])}
+
+    def ready(self, x: Any) -> Any:
+        return self(x), list(x)
+
+
+def test_a_generator_that_a_decorator_runs_to_its_end_is_a_plain_method() -> None:
+    model, x = Later(4, 4).to(DEVICE), torch.rand(2, 4, device=DEVICE)
     with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
-        amp.prepare(model.to(DEVICE), methods=("stream",))
-        assert model(x)[0].dtype is torch.float32
-        with pytest.raises(
-            StateError, match=r"what this Model returns is a generator: its code runs after the call"
+        amp.prepare(model, methods=("ready",))
+        assert model(x)[0].dtype is model.ready(x)[0][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("stream", "generator"), ("session", "GeneratorContextManager"), ("mapped", "map")]
+)
+def test_what_may_run_code_later_is_told_once(method: str, kind: str) -> None:
+    model, x = Later(4, 4).to(DEVICE), torch.rand(2, 4, device=DEVICE)
+    with castwise.Amp("bf16-mixed", device=DEVICE) as amp:
+        amp.prepare(model, methods=(method,))
+        with pytest.warns(
+            UserWarning, match=rf"This Later, which is prepared, returns a {kind}: code of the model"
         ):
-            model.stream(x)
-        assert frames.depth() == 0
-        assert not torch.is_autocast_enabled(DEVICE)
+            getattr(model, method)(x)
+        getattr(model, method)(x)  # warnings are errors here
+    with castwise.Amp("fp32", device=DEVICE) as amp:
+        amp.prepare(model, methods=(method,))
+        getattr(model, method)(x)
 
 
 @each_value(2)

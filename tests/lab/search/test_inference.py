@@ -119,6 +119,11 @@ def test_a_model_that_is_given_in_bf16_is_shown_as_it_is_and_stays_in_bf16_unles
         assert model(next(batches(0)).to(DEVICE)).dtype is torch.float32
 
 
+def test_a_model_and_its_batches_may_both_be_given_in_bf16() -> None:
+    result = tune(Net().eval().bfloat16(), batches=lambda seed: (x.bfloat16() for x in batches(seed)))
+    assert any(row.words == "as given" for row in result.evidence.candidates)
+
+
 @pytest.mark.parametrize(
     ("line", "trained", "widen"),
     [

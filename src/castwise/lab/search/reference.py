@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from castwise.core.casting.trees import tensors_in, to_device
+from castwise.core.casting.trees import cast_floating, tensors_in, to_device
 from castwise.core.model.arrival import as_given, low_tensors, store_, widen_
+from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import Plan
 from castwise.lab.parity.batches import epochs_of, same_batch
 from castwise.lab.parity.parity import ParityTest, coarsest, is_adam
@@ -151,7 +152,7 @@ def refer_served(context: Context) -> Served:
     journal.notes += filter(None, [first.not_compared])
     batch = to_device(next(iter(workload.batches(settings.seed))), context.device)
     arrived = widen_(model)
-    once = served(workload, model, batch)
+    once = served(workload, model, cast_floating(batch, torch.float32, LOW_DTYPES) if arrived else batch)
     parts, used = find_parts(model, once), operators_used(once)
     images = any(
         isinstance(model.get_submodule(path), (nn.Conv2d, nn.ConvTranspose2d))

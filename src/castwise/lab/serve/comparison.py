@@ -32,6 +32,7 @@ from castwise.lab.serve.outputs import (
     difference,
     kind_of,
     mean_difference,
+    reshaped,
     sampled,
 )
 from castwise.lab.serve.result import OutputParity
@@ -98,6 +99,7 @@ class OutputTest:
         self._runner = Runner(model, call, device, seed, call_name, outputs)
         self._kinds: dict[str, Kind] = {}
         self._fp32: list[dict[str, Tensor]] = []
+        self._shapes: list[dict[str, torch.Size]] = []
         self._floors: dict[str, list[list[dict[str, Difference]]]] = {}
         self._parts: tuple[Part, ...] | None = None
 
@@ -141,6 +143,7 @@ class OutputTest:
                 first = next(iter(out.values()))
                 self._samples += first.shape[0] if first.dim() else 1
                 self._fp32.append({name: sampled(output, self._kinds[name]) for name, output in out.items()})
+                self._shapes.append({name: output.shape for name, output in out.items()})
         if not any(compared(each[name], kind) for each in self._fp32 for name, kind in self._kinds.items()):
             raise WorkloadError(
                 f"{self._name}: {', '.join(self._kinds)}: empty or infinite in all {count} batches, so there is nothing to compare; "
@@ -241,8 +244,10 @@ class OutputTest:
             fp32 = self._fp32[at][name]
             noise = floor[name].noise if floor else None
             reach = None if noise is None else REACH * self.line * noise
-            got = sampled(out[name], kind) if name in out else fp32.new_empty(0)
-            found[name] = difference(fp32, got, kind, reach)
+            if name in out and out[name].shape == self._shapes[at][name]:
+                found[name] = difference(fp32, sampled(out[name], kind), kind, reach)
+            else:
+                found[name] = reshaped(fp32, kind)
         return found | {name: Difference(reshaped=True) for name in out.keys() - found.keys()}
 
     def _floor(self, plan: Plan) -> list[dict[str, Difference]]:
@@ -278,6 +283,8 @@ class OutputTest:
         result = dataclasses.replace(result, metrics=metrics)
         if not all(metric.explained for metric in metrics):
             result = dataclasses.replace(result, verdict="fail")
+        elif result.verdict == "pass" and any(metric.unknown for metric in metrics):
+            result = dataclasses.replace(result, verdict="undecided")
         return dataclasses.replace(result, reason=result.explained())
 
     def parts(self) -> tuple[Part, ...]:

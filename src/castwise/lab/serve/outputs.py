@@ -29,9 +29,11 @@ KINDS: tuple[str, ...] = get_args(Kind)
 STATES = ("hidden", "state", "embed", "feature", "pooler", "attention", "past_key_values")
 """Parts of names of outputs that are no logits, whatever their shape."""
 MASKED = 1e30
-"""A value of fp32 at least this large is a mask's: under a plan it need only stay as large as fp16 can be."""
+"""A value of fp32 at least this large is a mask's: under a plan it need only stay about as large, or as large as fp16 can be."""
 STILL_MASKED = 6e4
 """A value under a plan at least this large masks what fp32 masks. fp16 ends at 65504."""
+LOWEST = -9999.0
+"""The lowest value of an output is a mask's, too, if several elements have it and it is at most this."""
 MOST_ELEMENTS = 1 << 22
 """A larger output is represented by this many of its elements, in rows drawn at random."""
 TOP = 5
@@ -40,37 +42,45 @@ TOP = 5
 def named_outputs(value: Any, left_out: dict[str, str] | None = None) -> dict[str, Tensor]:
     """Return the tensors in nested outputs by name, such as ``logits`` or ``hidden_states.0``; a bare tensor is ``output``.
 
-    A tensor that occurs twice has its first name. Arrays of NumPy become tensors. Sparse, nested and quantised tensors become
-    dense; nested ones are padded with zeros.
+    A tensor that occurs twice has both names, since a cast makes two of it. Arrays of NumPy, numbers and lists of numbers become
+    tensors. Sparse, nested and quantised tensors become dense; nested ones are padded with zeros.
 
     Args:
         value: What a model returned.
         left_out: Filled with the names of objects that may hold tensors and cannot be read, and the names of their classes.
     """
     found: dict[str, Tensor] = {}
-    seen: set[int] = set()
 
-    def walk(one: Any, at: str) -> None:
-        if id(one) in seen:
-            return
+    def walk(one: Any, at: str, around: tuple[Any, ...]) -> None:
         if isinstance(one, Tensor):
-            seen.add(id(one))
             found[at or "output"] = _dense(one)
-        elif isinstance(one, np.ndarray) and one.dtype.kind in "biufc":
-            found[at or "output"] = torch.from_numpy(one.copy())
+        elif isinstance(one, (np.ndarray, np.generic)) and _is_plain(one):
+            found[at or "output"] = torch.from_numpy(np.array(one))
+        elif isinstance(one, _NUMBERS) or (
+            isinstance(one, (list, tuple)) and one and all(map(_is_number, one))
+        ):
+            found[at or "output"] = torch.tensor(one, device="cpu")
         elif (inner := contents(one)) is not None:
-            seen.add(id(one))
-            for key, item in inner:
-                walk(item, f"{at}.{key}" if at else str(key))
-        elif left_out is not None and not isinstance(one, _PLAIN):
+            if not any(one is outer for outer in around):
+                for key, item in inner:
+                    walk(item, f"{at}.{key}" if at else str(key), (*around, one))
+        elif left_out is not None and one is not None:
             left_out[at or "output"] = type(one).__name__
 
-    walk(value, "")
+    walk(value, "", ())
     return found
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-"""Types of Python whose values are not compared, since they are hardly a model's answer."""
+_NUMBERS = bool, int, float, complex
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, _NUMBERS)
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether an array or a scalar of NumPy holds numbers that torch has, and no mask."""
+    return array.dtype.kind in "biufc" and not isinstance(array, np.ma.MaskedArray)
 
 
 def _dense(output: Tensor) -> Tensor:
@@ -162,7 +172,7 @@ def difference(fp32: Tensor, other: Tensor, kind: Kind, reach: Tensor | None = N
         reach: For each row of logits, the margin between classes up to which rounding explains a change.
     """
     if fp32.shape != other.shape:
-        return _reshaped(fp32, kind)
+        return reshaped(fp32, kind)
     wide = widest_dtype(fp32.device)
     x, y = fp32.to(wide), other.to(wide)
     if kind == "integers":
@@ -172,7 +182,7 @@ def difference(fp32: Tensor, other: Tensor, kind: Kind, reach: Tensor | None = N
         )
     counts = _compared(x)
     bad = (counts & ~y.isfinite()) | y.isnan()
-    kept = (y.abs() >= STILL_MASKED) & (y.sign() == x.sign())
+    kept = (y.abs() >= (0.9 * x.abs()).clamp_max(STILL_MASKED)) & (y.sign() == x.sign())
     delta = torch.where(counts & ~bad, y - x, 0.0)
     found = Difference(
         int(counts.sum()),
@@ -205,12 +215,24 @@ def difference(fp32: Tensor, other: Tensor, kind: Kind, reach: Tensor | None = N
 
 def _compared(x: Tensor) -> Tensor:
     """Return which elements of fp32's output are compared by value: those that are finite and no mask's."""
-    return x.isfinite() & (x.abs() < MASKED)
+    counts = x.isfinite() & (x.abs() < MASKED)
+    if counts.any() and (lowest := float(x[counts].min())) <= LOWEST and int((x == lowest).sum()) > 1:
+        counts &= x != lowest
+    return counts
 
 
 def compared(fp32: Tensor, kind: Kind) -> int:
     """Return how many elements of fp32's output say anything."""
-    return fp32.numel() if kind == "integers" else int(_compared(fp32).sum())
+    return fp32.numel() if kind == "integers" else int(_compared(fp32.to(widest_dtype(fp32.device))).sum())
+
+
+def rare(fp32: Tensor) -> int:
+    """Return how many integers differ from the most frequent one: so many change if the output is lost as a whole."""
+    if not fp32.numel():
+        return 0
+    some = fp32[:: max(1, fp32.numel() >> 16)]
+    values, counts = some.unique(return_counts=True)
+    return int((fp32 != values[counts.argmax()]).sum())
 
 
 def mean_difference(found: Sequence[Difference]) -> Difference:
@@ -226,7 +248,7 @@ def mean_difference(found: Sequence[Difference]) -> Difference:
     )
 
 
-def _reshaped(fp32: Tensor, kind: Kind) -> Difference:
+def reshaped(fp32: Tensor, kind: Kind) -> Difference:
     """Return the difference from an output of another shape: as large as fp32's output, with all decisions changed."""
     x = fp32.to(widest_dtype(fp32.device))
     signal = float(torch.where(_compared(x), x, 0.0).square().sum())

@@ -20,9 +20,10 @@ class Metric:
         name: The name of the metric.
         fp32: Its value in fp32.
         plan: Its value under the plan.
-        noise: The root mean square change that random rounding of the weights makes.
+        noise: The root mean square change that random rounding of the weights makes, where it leaves the metric finite.
         explained: Whether rounding explains the change. It may be as large as the line times ``noise``, or 0.5 % of the
             metric. A change in either direction counts, since a metric does not say which direction is better.
+        unknown: Whether rounding alone changes the metric by so much, or makes it infinite, that nothing can be said about it.
     """
 
     name: str
@@ -30,11 +31,13 @@ class Metric:
     plan: float
     noise: float
     explained: bool
+    unknown: bool = False
 
     @property
     def said(self) -> str:
         """A clause that says how the metric changes."""
-        return f"{self.name} is {self.plan:.4g}, and {self.fp32:.4g} in fp32, which rounding changes by {self.noise:.2g}"
+        said = f"{self.name} is {self.plan:.4g}, and {self.fp32:.4g} in fp32, which rounding changes by {self.noise:.2g}"
+        return said + " or makes infinite, so nothing can be said about it" * self.unknown
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class OutputParity(Result):
 
     def explained(self) -> str:
         """Return the reason for the verdict in a sentence without its full stop."""
-        wrong = [metric for metric in self.metrics if not metric.explained]
+        wrong = [metric for metric in self.metrics if not metric.explained or metric.unknown]
+        wrong.sort(key=lambda metric: metric.explained)
         if wrong and not any(each.verdict == "fail" for each in self.outputs):
             return wrong[0].said
         more = f" on {self.batches} batches; about {self.needed} would decide" if self.needed else ""

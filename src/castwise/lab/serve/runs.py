@@ -129,7 +129,7 @@ class Runner:
             seed_all(self.seed % 2**32)
             value = evaluate(model)
             if isinstance(value, Mapping) and value and all(map(_is_number, value.values())):
-                return {str(name): float(number) for name, number in value.items()}
+                return {str(name): _number(number) for name, number in value.items()}
             raise WorkloadError(
                 f"{self.name}: evaluate returned {shown(value)}; return a mapping from the names of metrics to numbers, such as "
                 "{'accuracy': 0.9}"
@@ -156,16 +156,25 @@ class Runner:
             moved = [draw.get(name, math.nan) - value for draw in draws]
             finite = [change for change in moved if math.isfinite(change)]
             noise = math.sqrt(math.fsum(change**2 for change in finite) / max(1, len(finite)))
-            same = now == value or (math.isnan(now) and math.isnan(value))
-            most = max(line * noise, SLACK * abs(value)) if math.isfinite(value) else -1.0
-            found.append(Metric(name, value, now, noise, same or abs(now - value) <= most))
+            change = abs(now - value)
+            slack = SLACK * (1.0 + 1e-9) * abs(value)  # 0.995 may be just below 1 - 0.005
+            same = now == value or change <= slack or (math.isnan(now) and math.isnan(value))
+            known = same or not (math.isfinite(value) and math.isfinite(now))
+            # a metric of 0 would pass too, or rounding alone makes the metric infinite
+            unknown = not known and (len(finite) < DRAWS or line * noise >= abs(value))
+            explained = same or (math.isfinite(value) and change <= line * noise)
+            found.append(Metric(name, value, now, noise, explained or unknown, unknown))
         return tuple(found)
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 def _is_number(value: Any) -> bool:
     """Whether a metric's value is one number: Python's, NumPy's, or a tensor of one element."""
     try:
-        float(value)
+        _number(value)
     except (TypeError, ValueError, RuntimeError):
         return False
     return not isinstance(value, (str, bytes))

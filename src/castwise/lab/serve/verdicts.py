@@ -31,7 +31,7 @@ from typing import Literal
 
 import torch
 
-from castwise.lab.serve.outputs import Difference, Kind, rank_correlation, spread
+from castwise.lab.serve.outputs import Difference, Kind, rank_correlation, rare, spread
 from castwise.lab.timing.stats import LEVEL, Ratio, ratio_of_sums
 
 Verdict = Literal["pass", "fail", "undecided"]
@@ -43,8 +43,10 @@ Source: bench/bench_serving_parity.py, with planted failures, their sound twins 
 """
 REACH = 2.0
 SLACK = 5e-3
+RARE = 0.05
 CONDITION = 8.0
 FAR = 2.0
+FP32_EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class OutputError:
         rank: Spearman's correlation of the scores with fp32's.
         rank_by_rounding: The same correlation for the floor.
         nonfinite: The number of elements that are NaN, or infinite where fp32's are finite.
+        reshaped: The number of batches in which the output is missing or has another shape.
         lost: The share of infinite values and masks of fp32 that are neither that large nor of the same sign. None without any.
         coarse: Whether the format is too coarse for the model or its inputs: rounding them changes the outputs by more than
             8 eps of their spread, and only so much of the floor counts.
@@ -98,6 +101,7 @@ class OutputError:
     rank: float | None = None
     rank_by_rounding: float | None = None
     nonfinite: int = 0
+    reshaped: int = 0
     lost: float | None = None
     coarse: bool = False
 
@@ -126,7 +130,7 @@ class OutputError:
                 f"{self.name} has {self.nonfinite} values that are NaN, or infinite where fp32's are finite"
             )
         if self.by == "shape":
-            return f"{self.name} is missing, or has another shape than in fp32"
+            return f"{self.name} is missing, or has another shape than in fp32, in {self.reshaped} of the batches"
         if self.by == "empty":
             return f"{self.name} is empty"
         if self.by == "integers" and self.coarse:
@@ -180,41 +184,40 @@ def decide(
         eps: The eps of the plan's format.
     """
     elements = sum(each.elements for each in plan)
-    if any(p.reshaped for p in plan) and not any(f.reshaped for f in floor):
-        return missing(name, kind)
+    reshaped = sum(p.reshaped for p in plan)
+    if reshaped and not any(f.reshaped for f in floor):
+        return missing(name, kind, reshaped, len(plan))
     masked = sum(p.masked for p in plan)
     if not elements and not masked:
         return OutputError(name, kind, 0, 0.0, 0.0, "pass", "empty", 0.0, 0.0, 0.0)
     ratios: dict[str, Ratio] = {}
     counted = 1.0
-    by_share = kind == "integers" and _can_fail(
-        [f.changed for f in floor], [f.decisions for f in floor], line
-    )
+    changed, decisions = [f.changed for f in floor], [f.decisions for f in floor]
+    some = [rare(x) for x in fp32] if kind == "integers" else []
+    some = some if any(some) else decisions
+    by_share = kind == "integers" and _can_fail(changed, some, line)
     if by_share:
-        ratios["integers"] = ratio_of_sums(
-            [p.changed for p in plan],
-            _allowed([f.changed for f in floor], [f.decisions for f in floor], line),
-        )
+        allowed = _allowed(changed, decisions, some, line)
+        ratios["integers"] = ratio_of_sums([p.changed for p in plan], allowed)
     else:
-        counted = _counted(kind, fp32, plan, floor, eps, line)
-        square = ratio_of_sums([p.error for p in plan], [f.error * counted for f in floor])
+        excused, counted = _excused(kind, fp32, plan, floor, eps, line)
+        square = ratio_of_sums([p.error for p in plan], excused)
         ratios["error"] = Ratio(square.value**0.5, square.low**0.5, square.high**0.5, LEVEL, square.n)
     if kind == "logits":
         ratios["decisions"] = ratio_of_sums(
             [p.unexplained for p in plan], [SLACK / line * p.decisions for p in plan]
         )
     if masked:
-        ratios["masks"] = ratio_of_sums(
-            [p.lost for p in plan], _allowed([f.lost for f in floor], [f.masked for f in floor], line)
-        )
+        lost, masks = [f.lost for f in floor], [f.masked for f in floor]
+        ratios["masks"] = ratio_of_sums([p.lost for p in plan], _allowed(lost, masks, masks, line))
     verdicts = {by: _verdict(ratio, line) for by, ratio in ratios.items()}
-    if masked and not _can_fail([f.lost for f in floor], [f.masked for f in floor], line):
+    if masked and not _can_fail(lost, masks, line):
         verdicts["masks"] = "undecided"
     if kind == "integers" and counted < 1.0:
         unknown = ratios.pop("error")
         ratios["integers"] = Ratio(unknown.value, unknown.low, math.inf, LEVEL, unknown.n)
         verdicts = {"integers": "undecided"}
-    if kind != "integers" and _is_far(plan, floor, line):
+    if kind != "integers" and _is_far(plan, [one / counted for one in excused], line):
         verdicts["error"] = "fail"
     nonfinite = sum(p.nonfinite for p in plan)
     if nonfinite:
@@ -224,28 +227,37 @@ def decide(
     return OutputError(
         name, kind, elements, None if by_share else math.inf if nonfinite else _relative(plan),
         None if by_share else _relative(floor), verdicts[by], by, ratio.value, ratio.low, ratio.high, nonfinite=nonfinite,
-        lost=sum(p.lost for p in plan) / masked if masked else None, coarse=counted < 1.0, **_decisions(kind, fp32, plan, floor),
+        reshaped=reshaped, lost=sum(p.lost for p in plan) / masked if masked else None, coarse=counted < 1.0,
+        **_decisions(kind, fp32, plan, floor),
     )  # fmt: skip
 
 
-def missing(name: str, kind: Kind) -> OutputError:
-    """Return the result of an output that is not there under the plan, has another shape, or is there only under the plan."""
-    worst = math.inf
-    return OutputError(name, kind, 0, worst, None, "fail", "shape", worst, worst, worst)
+def missing(name: str, kind: Kind, batches: int = 1, of: int = 1) -> OutputError:
+    """Return the result of an output that is not there under the plan, has another shape, or is there only under the plan.
+
+    In less than half of the batches that may be one decision, such as a box more, and is undecided.
+    """
+    worst, few = math.inf, 2 * batches < of
+    return OutputError(
+        name, kind, 0, worst, None, "undecided" if few else "fail", "shape", worst, 0.0 if few else worst, worst, reshaped=batches,
+    )  # fmt: skip
 
 
-def _allowed(changed: Sequence[float], decisions: Sequence[int], line: float) -> list[float]:
+def _allowed(
+    changed: Sequence[float], decisions: Sequence[int], some: Sequence[int], line: float
+) -> list[float]:
     """Return how many changes count as one floor, of each batch: the share that rounding changes in all, and the slack.
 
-    One batch's own share would be 0 or much more, by chance.
+    One batch's own share would be 0 or much more, by chance. The slack is at most ``RARE`` of what changes if all is lost.
     """
-    share = sum(changed) / max(1, sum(decisions)) + SLACK / line
-    return [share * count for count in decisions]
+    count = max(1, sum(decisions))
+    share = sum(changed) / count + min(SLACK, RARE * sum(some) / count) / line
+    return [share * number for number in decisions]
 
 
-def _can_fail(changed: Sequence[float], decisions: Sequence[int], line: float) -> bool:
-    """Whether a plan that changes everything would be clearly beyond the line, given what rounding changes."""
-    return 2.0 * line * sum(changed) <= sum(decisions)
+def _can_fail(changed: Sequence[float], some: Sequence[int], line: float) -> bool:
+    """Whether an output that is lost as a whole, with changes of ``some``, would be beyond the line, given what rounding changes."""
+    return 2.0 * line * sum(changed) <= sum(some) or not sum(changed)
 
 
 _ORDER = ("pass", "undecided", "fail")
@@ -255,28 +267,36 @@ def _verdict(ratio: Ratio, line: float) -> Verdict:
     return "pass" if ratio.high <= line else "fail" if ratio.low > line else "undecided"
 
 
-def _counted(
+def _excused(
     kind: Kind,
     fp32: Sequence[torch.Tensor],
     plan: Sequence[Difference],
     floor: Sequence[Difference],
     eps: float,
     line: float,
-) -> float:
-    """Return the share of the floor's summed squares that excuses an error."""
+) -> tuple[list[float], float]:
+    """Return the summed squares that excuse an error, of each batch, and which share of the floor they are.
+
+    A constant, which has no floor, may be rounded to the format.
+    """
     count = sum(p.elements for p in plan)
     centre = 0.0
     if kind != "logits" and count:
         centre = sum(float(torch.where(x.isfinite(), x, 0.0).sum()) for x in fp32) / count
-    spreads = sum(spread(x, kind, centre) for x in fp32)
-    floors = sum(f.error for f in floor)
+    spreads, signals = [spread(x, kind, centre) for x in fp32], [p.signal for p in plan]
+    floors = [f.error for f in floor]
+    total, signal = math.fsum(floors), math.fsum(signals)
+    # a constant, but for the rounding of fp32
+    if not total or math.fsum(spreads) <= (CONDITION * FP32_EPS) ** 2 * signal:
+        return [eps**2 / 12.0 * size for size in signals], 1.0
     most = min(CONDITION * eps, 0.5 / line)  # so that an output that is lost as a whole fails
-    return min(1.0, most**2 * spreads / floors) if floors else 1.0
+    counted = min(1.0, most**2 * math.fsum(spreads) / total)
+    return [each * counted for each in floors], counted
 
 
-def _is_far(plan: Sequence[Difference], floor: Sequence[Difference], line: float) -> bool:
-    """Whether at least two batches have a mean squared error far beyond the largest floor of a batch."""
-    most = max((f.error / f.elements for f in floor if f.elements), default=0.0)
+def _is_far(plan: Sequence[Difference], excused: Sequence[float], line: float) -> bool:
+    """Whether at least two batches have a mean squared error far beyond the largest that is excused in a batch."""
+    most = max((one / p.elements for one, p in zip(excused, plan, strict=True) if p.elements), default=0.0)
     return sum(bool(p.elements) and p.error / p.elements > (FAR * line) ** 2 * most for p in plan) >= 2
 
 
