@@ -32,7 +32,10 @@ def answer(search: Search) -> str:
             return "Stay in fp32 for now: the search ended before it could choose."
         does = "Widen the model to fp32" if search.arrived else "Stay in fp32 as it is"
         return f"{does}: {_why_fp32(search)}."
-    brings = [said for said in (_over_fp32(search), _memory_words(search)) if said]
+    over = _over_fp32(search)
+    if over and search.serves and search.arrived:
+        over += " as the model in fp32"
+    brings = [said for said in (over, _memory_words(search)) if said]
     does = advice(
         plan, search.begun.optimizer if search.begun is not None else "optimizer", serves=search.serves
     )
