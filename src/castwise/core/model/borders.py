@@ -668,9 +668,12 @@ def install(
     root_input: torch.dtype | None = None
     if plan.params == "compute" or root_place.compute != plan.compute:
         root_input = FORMATS[root_place.compute].dtype
-    low = {name for name, parameter in model.named_parameters() if parameter.dtype in LOW_DTYPES}
-    widened = torch.float32 in resolution.storage.values() and not low.difference(resolution.storage)
-    widens = widened and root_input is None and root_place.compute == "fp32"
+    widens = (
+        root_input is None and root_place.compute == "fp32" and torch.float32 in resolution.storage.values()
+    )
+    if widens:  # everything low
+        both = model.named_parameters()
+        widens = all(p.dtype not in LOW_DTYPES or name in resolution.storage for name, p in both)
     # autocast operators accept both fp32 and the plan's format, and round only what they compute with
     casts = root_input is not None and casts_operators(plan, root_place.compute)
     alive = weakref.ref(model)  # the undo entry must not keep the model alive
