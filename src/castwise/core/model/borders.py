@@ -27,7 +27,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,8 +299,15 @@ class Border:
         return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
 
 
+@contextlib.contextmanager
+def _session() -> Iterator[None]:
+    yield
+
+
+_Session = type(_session())
+"""The type of what a method returns that ``contextlib.contextmanager`` decorates."""
 _LATER: tuple[type, ...] = (
-    types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, contextlib.AbstractContextManager, map, filter, zip,
+    types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, _Session, map, filter, zip,
 )  # fmt: skip
 """Types of objects that may run code after the call that returned them."""
 
