@@ -20,14 +20,11 @@ or fp16 parameters have borders of their own, inside which operators run unchang
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
-import types
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +39,13 @@ from castwise.core.casting.context import override_rows
 from castwise.core.casting.frames import Frame
 from castwise.core.casting.kernels import frame_of
 from castwise.core.casting.trees import cast_floating, floating_to, map_arguments, map_tensors
+from castwise.core.model import later
 from castwise.core.model.complaints import Site, explain_backward, explain_dtype_error
 from castwise.core.model.resolve import ModulePlan, Resolution, casts_operators
 from castwise.core.model.rounding import RoundedInputs
 from castwise.core.model.stored import explain_cast, refuse_cast
 from castwise.core.plans import rules
-from castwise.core.plans.formats import FORMATS, LOW, LOW_DTYPES
+from castwise.core.plans.formats import FORMATS, LOW_DTYPES
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import shown
 from castwise.errors import StateError
@@ -294,51 +292,9 @@ class Border:
             output = _widened(output) if output.dtype in LOW_DTYPES else output
             return output.float() if cast is not None and output.dtype in LOW_DTYPES else output
         if self.tells_later and not is_compiling():
-            self.tells_later = not _told_later(type(module).__name__, output)
+            self.tells_later = not later.told(type(module).__name__, output)
         output = map_tensors(_widened, output)
         return output if cast is None else cast_floating(output, cast, LOW_DTYPES)
-
-
-@contextlib.contextmanager
-def _session() -> Iterator[None]:
-    yield
-
-
-_Session = type(_session())
-"""The type of what a method returns that ``contextlib.contextmanager`` decorates."""
-_LATER: tuple[type, ...] = (
-    types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, _Session, map, filter, zip,
-)  # fmt: skip
-"""Types of objects that may run code after the call that returned them."""
-
-
-def _told_later(kind: str, output: Any) -> bool:
-    """Warn of an object in an output that may run code of the model outside of the plan, and return whether there was one."""
-    inner = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    )
-    for value in (output, *inner):
-        if isinstance(value, _LATER):
-            warnings.warn(
-                f"This {kind}, which is prepared, returns a {type(value).__name__.strip('_')}: code of the model that it runs later "
-                "runs outside of the plan. If there is any, put it into a method, name that in prepare(methods=...), and call it "
-                "from there.",
-                stacklevel=4,
-            )
-            return True
-    return False
-
-
-def _refuse_later(what: str, kind: str) -> None:
-    """Raise the error for code that runs after its call has returned.
-
-    Raises:
-        StateError: Always.
-    """
-    raise StateError(
-        f"{what} is a {kind}: its code runs after the call has returned, and so outside of the plan. Put what it computes at each "
-        f"turn into a method, name that in methods=, and call it from the {kind}."
-    )
 
 
 def _refuse_export(kind: str) -> None:
@@ -548,21 +504,9 @@ def has_method(model: nn.Module, name: str) -> bool:
     A generator or a coroutine is none, since a call of it only begins later.
     """
     method = inspect.getattr_static(type(model), name, None)
-    return inspect.isfunction(method) and name not in vars(model) and not _runs_later(inspect.unwrap(method))
-
-
-def _runs_later(method: Any) -> str:
-    """Say what kind of function a method is whose code runs only after its call has returned; empty for any other."""
-    kinds = {
-        "generator": inspect.isgeneratorfunction,
-        "coroutine": inspect.iscoroutinefunction,
-        "async generator": inspect.isasyncgenfunction,
-    }
-    return next((kind for kind, is_kind in kinds.items() if is_kind(method)), "")
-
-
-def _computes_low(plan: Plan) -> bool:
-    return not plan.formats.isdisjoint(LOW)
+    return (
+        inspect.isfunction(method) and name not in vars(model) and not later.kind_of(inspect.unwrap(method))
+    )
 
 
 def check_methods(plan: Plan, model: nn.Module, methods: Iterable[str]) -> None:
@@ -586,9 +530,10 @@ def check_methods(plan: Plan, model: nn.Module, methods: Iterable[str]) -> None:
                 f"prepare: methods={method!r}: {type(model).__name__} has no method of that name; "
                 f"it has {', '.join(known) or 'none beyond forward'}"
             )
-    for method in ("forward", *methods) if _computes_low(plan) else ():
-        if kind := _runs_later(inspect.getattr_static(type(model), method, None)):
-            _refuse_later(f"prepare: {type(model).__name__}.{method}", kind)
+    for method in ("forward", *methods) if later.matters(plan) else ():
+        later.refuse(
+            f"prepare: {type(model).__name__}.{method}", inspect.getattr_static(type(model), method, None)
+        )
 
 
 def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, rules.Row]) -> Frame:
@@ -609,6 +554,14 @@ def _cast_outputs(plan: Plan, inside: str, around: str) -> torch.dtype | None:
     if not casts_operators(plan, around):
         return FORMATS[around].dtype
     return None if inside in (around, "fp32") else torch.float32
+
+
+def _widens_all(model: nn.Module, resolution: Resolution) -> bool:
+    """Whether a model is given in bf16 or fp16 and all of it is stored in fp32, so that inputs in its former format meet fp32."""
+    if torch.float32 not in resolution.storage.values():
+        return False
+    both = model.named_parameters()
+    return all(p.dtype not in LOW_DTYPES or name in resolution.storage for name, p in both)
 
 
 def install(
@@ -675,14 +628,13 @@ def install(
     root_input: torch.dtype | None = None
     if plan.params == "compute" or root_place.compute != plan.compute:
         root_input = FORMATS[root_place.compute].dtype
-    widens = (
-        root_input is None and root_place.compute == "fp32" and torch.float32 in resolution.storage.values()
-    )
-    if widens:  # everything low
-        both = model.named_parameters()
-        widens = all(p.dtype not in LOW_DTYPES or name in resolution.storage for name, p in both)
     # autocast operators accept both fp32 and the plan's format, and round only what they compute with
     casts = root_input is not None and casts_operators(plan, root_place.compute)
+    cast_inputs, cast_only = root_input, None
+    if casts:
+        cast_inputs, cast_only = torch.float32, tuple({torch.float64, *LOW_DTYPES} - {root_input})
+    elif root_input is None and root_place.compute == "fp32" and _widens_all(model, resolution):
+        cast_inputs, cast_only = torch.float32, tuple(LOW_DTYPES)
     alive = weakref.ref(model)  # the undo entry must not keep the model alive
     borders: list[tuple[weakref.ref[nn.Module], Border]] = []
 
@@ -714,17 +666,13 @@ def install(
     log(remove)
     root = Border(
         frame(root_place),
-        cast_inputs=torch.float32 if casts or widens else root_input,
-        cast_only=tuple({torch.float64, *LOW_DTYPES} - {root_input})
-        if casts
-        else tuple(LOW_DTYPES)
-        if widens
-        else None,
+        cast_inputs=cast_inputs,
+        cast_only=cast_only,
         cast_outputs=torch.float32 if plan.output == "fp32" else None,
         root=True,
         follow_backward=follow,
         site=site(root_place),
-        tells_later=_computes_low(plan),
+        tells_later=later.matters(plan),
     )
     if root.cast_inputs in LOW_DTYPES:
         root.rounding = RoundedInputs(root.cast_inputs)

@@ -37,7 +37,7 @@ from castwise.lab.serve.outputs import (
 )
 from castwise.lab.serve.result import OutputParity
 from castwise.lab.serve.runs import ALL, Call, Evaluate, Rounding, Runner, format_of
-from castwise.lab.serve.verdicts import LINE, REACH, SLACK, Verdict, decide, missing
+from castwise.lab.serve.verdicts import LINE, REACH, SLACK, Verdict, added, decide
 from castwise.lab.workloads.workload import about_data, users_code
 
 LEAST = 2
@@ -217,7 +217,7 @@ class OutputTest:
             for name, kind in self._kinds.items()
         )  # fmt: skip
         more = {name for each in found for name in each if name not in self._kinds}
-        outputs += tuple(missing(name, "values") for name in sorted(more))
+        outputs += tuple(added(name) for name in sorted(more))
         verdicts = {each.verdict for each in outputs}
         verdict: Verdict = (
             "fail" if "fail" in verdicts else "undecided" if "undecided" in verdicts else "pass"

@@ -15,7 +15,8 @@ The floor excuses an error only up to ``CONDITION`` eps of the format, relative 
 around their mean, of scores and values around the mean of all. Beyond that the format is too coarse for the model or its inputs; of
 integers, nothing can be said then. A plan passes only where it could have failed: no floor excuses all.
 
-Outputs that are missing, or have another shape although rounding changes none, fail.
+Outputs that are missing, or have another shape although rounding changes none, fail, unless it is so in less than half of the
+batches: that may be one decision, such as a box more, and is undecided. Outputs that the plan alone returns fail.
 
 Each ratio has a 95 % interval over batches. A plan passes if all intervals end below the line, and fails if one begins above it.
 Rare damage makes intervals wide. So a plan also fails if at least two batches have errors beyond ``FAR`` lines of the largest
@@ -63,7 +64,7 @@ class OutputError:
         error: The norm of the difference, divided by the norm of fp32's output. None for integers that were not compared by value.
         floor: The same for the floor.
         verdict: ``pass``, ``fail`` or ``undecided``.
-        by: What decided: ``error``, ``decisions``, ``integers``, ``masks``, ``finite`` or ``shape``.
+        by: What decided: ``error``, ``decisions``, ``integers``, ``masks``, ``finite``, ``shape``, ``added`` or ``empty``.
         times: The quantity that decided, as a multiple of the floor.
         low: The lower end of the 95 % interval of ``times``.
         high: The upper end of the 95 % interval of ``times``.
@@ -131,6 +132,8 @@ class OutputError:
             )
         if self.by == "shape":
             return f"{self.name} is missing, or has another shape than in fp32, in {self.reshaped} of the batches"
+        if self.by == "added":
+            return f"{self.name} is returned under the plan, and not in fp32"
         if self.by == "empty":
             return f"{self.name} is empty"
         if self.by == "integers" and self.coarse:
@@ -186,7 +189,7 @@ def decide(
     elements = sum(each.elements for each in plan)
     reshaped = sum(p.reshaped for p in plan)
     if reshaped and not any(f.reshaped for f in floor):
-        return missing(name, kind, reshaped, len(plan))
+        return _missing(name, kind, reshaped, len(plan))
     masked = sum(p.masked for p in plan)
     if not elements and not masked:
         return OutputError(name, kind, 0, 0.0, 0.0, "pass", "empty", 0.0, 0.0, 0.0)
@@ -232,11 +235,13 @@ def decide(
     )  # fmt: skip
 
 
-def missing(name: str, kind: Kind, batches: int = 1, of: int = 1) -> OutputError:
-    """Return the result of an output that is not there under the plan, has another shape, or is there only under the plan.
+def added(name: str) -> OutputError:
+    """Return the result of an output that is there under the plan alone."""
+    return OutputError(name, "values", 0, math.inf, None, "fail", "added", math.inf, math.inf, math.inf)
 
-    In less than half of the batches that may be one decision, such as a box more, and is undecided.
-    """
+
+def _missing(name: str, kind: Kind, batches: int, of: int) -> OutputError:
+    """Return the result of an output that is not there under the plan, or has another shape, in some of the batches."""
     worst, few = math.inf, 2 * batches < of
     return OutputError(
         name, kind, 0, worst, None, "undecided" if few else "fail", "shape", worst, 0.0 if few else worst, worst, reshaped=batches,
@@ -287,7 +292,7 @@ def _excused(
     floors = [f.error for f in floor]
     total, signal = math.fsum(floors), math.fsum(signals)
     # a constant, but for the rounding of fp32
-    if not total or math.fsum(spreads) <= (CONDITION * FP32_EPS) ** 2 * signal:
+    if not total or math.fsum(spreads) <= (2.0 * FP32_EPS) ** 2 * signal:
         return [eps**2 / 12.0 * size for size in signals], 1.0
     most = min(CONDITION * eps, 0.5 / line)  # so that an output that is lost as a whole fails
     counted = min(1.0, most**2 * math.fsum(spreads) / total)
