@@ -55,7 +55,7 @@ def lines(record: Record) -> list[Grid | Line]:
         *(Line(note) for note in record["notes"]),
         Line(),
         Line(f"{_paste_title(record)}:"),
-        Line(words.pasted(record["plan"], serves=_serves(record)), "green"),
+        Line(_pasted(record), "green"),
         Line(),
         *(grid for grid in grids if grid.rows),
         *(
@@ -80,7 +80,7 @@ def brief(record: Record) -> list[Grid | Line]:
         Line(record["answer"], "bold"),
         *(Line(sentence) for sentence in record["why"][: _REASONS - min(len(open_), 1)]),
         *(Line(note, "yellow") for note in open_[:1]),
-        Line(words.pasted(record["plan"], serves=_serves(record)), "green"),
+        Line(_pasted(record), "green"),
         *([replace(grid, rows=rows).only("", "plan", _step(record), "vs fp32", "peak memory")] if rows else ()),
         Line(f"{_UNCOMPILED * uncompiled}More: --verbose, or the page.", "dim"),
     ]  # fmt: skip
@@ -97,6 +97,10 @@ def _serves(record: Record) -> bool:
 
 def _step(record: Record) -> str:
     return "call" if _serves(record) else "training step"
+
+
+def _pasted(record: Record) -> str:
+    return words.pasted(record["plan"], serves=_serves(record), widen=record.get("widen", False))
 
 
 def _paste_title(record: Record) -> str:
@@ -118,7 +122,7 @@ def values(record: Record) -> dict[str, Any]:
     """Return the values for the page's template, by name. The page shows the whole record."""
     return {
         "answer": record["answer"], "why": record["why"], "facts": facts(record),
-        "paste": words.pasted(record["plan"], serves=_serves(record)), "paste_title": _paste_title(record),
+        "paste": _pasted(record), "paste_title": _paste_title(record),
         "plans": plan_grid(record), "latencies": latency_grid(record),
         "others": other_grid(record), "open": _open(record), "remarks": record["notes"],
         "interval_note": interval_note(record), "regions": region_grid(record), "scale": scale_sentences(record),

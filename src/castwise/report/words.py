@@ -93,7 +93,7 @@ def share(value: float, reference: float) -> str:
     return f"{abs(change) * 100:.0f} % {'less' if change < 0 else 'more'}"
 
 
-def pasted(line: str, width: int = 76, *, serves: bool = False) -> str:
+def pasted(line: str, width: int = 76, *, serves: bool = False, widen: bool | str = False) -> str:
     """Return the Python code that trains or serves under a plan. The plan's line is broken at its ``+`` if it is too wide."""
     whole = f'amp = castwise.Amp("{line}")'
     if len(whole) > width:
@@ -105,10 +105,11 @@ def pasted(line: str, width: int = 76, *, serves: bool = False) -> str:
             else:
                 rows[-1] += part
         whole = "\n".join(["amp = castwise.Amp(", *(f'    "{row}"' for row in rows), ")"])
+    more = f", widen={widen!r}" if widen else ""
     use = (
-        "model = amp.prepare(model.eval(), inference=True)"
+        f"model = amp.prepare(model.eval(), inference=True{more})"
         if serves
-        else "model, optimizer = amp.prepare(model, optimizer)"
+        else f"model, optimizer = amp.prepare(model, optimizer{more})"
     )
     return f"{whole}\n{use}"
 

@@ -220,6 +220,7 @@ class Evidence:
         stages: The stages in order, with their costs.
         verification: The training runs, if ``verify_steps`` was given.
         latencies: For ``inference``, the times of single calls of fp32 and of the chosen plan, by batch size.
+        widen: The value of ``widen=`` with which the plan is applied to a model that is given in bf16 or fp16.
         notes: Sentences that every reader should see.
         undecided: Open questions, each with what would settle it: a longer budget, or a quieter machine.
     """
@@ -248,6 +249,7 @@ class Evidence:
     stages: tuple[Stage, ...] = ()
     verification: Verification | None = None
     latencies: tuple[Latency, ...] = ()
+    widen: bool | str = False
     notes: tuple[str, ...] = ()
     undecided: tuple[str, ...] = ()
 

@@ -312,7 +312,7 @@ def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator
             runs: dict[str, SeparateRun] = {}
             try:
                 for name, plan in calls.items():
-                    kind = functools.partial(InferenceRun, batch_size=size, cast_once=name != BY_AUTOCAST)
+                    kind = functools.partial(InferenceRun, batch_size=size, autocast=name == BY_AUTOCAST)
                     run = SeparateRun(
                         context.home, payload, plan, context.device, context.settings.seed, kind
                     )

@@ -11,7 +11,7 @@ from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.parity.parity import ParityResult
 from castwise.lab.search.answer import answer, speed, tied, why, why_chosen
-from castwise.lab.search.arrived import AS_GIVEN
+from castwise.lab.search.arrived import AS_GIVEN, widening_of
 from castwise.lab.search.axes import AUTOCAST, FP32, name_of, numerics_of
 from castwise.lab.search.compiling import pays_after
 from castwise.lab.search.contest import Entry
@@ -67,6 +67,7 @@ def evidence(search: Search) -> Evidence:
         lines=LINES if search.served is None else dict.fromkeys(LINES, search.served.test.line),
         verification=search.choice.verification,
         latencies=search.latencies,
+        widen=widening_of(search),
         notes=tuple(dict.fromkeys(search.journal.notes)),
         undecided=tuple(dict.fromkeys(search.journal.undecided)),
     )

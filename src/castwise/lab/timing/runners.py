@@ -371,7 +371,8 @@ class InferenceRun(_Run):
         seed: Seed of weights and data.
         state: Weights, if they must be equal to another run's; by default drawn from the seed.
         batch_size: Number of samples of the batch. By default the workload's batch is used as it is.
-        cast_once: Whether the plan casts the weights once. Otherwise the model stays as it is, and each call casts them.
+        autocast: Whether to run the model as it is given under one line of ``torch.autocast`` in the plan's format instead, which
+            casts the weights in each call.
 
     Raises:
         DeviceError: The device cannot run the plan.
@@ -389,7 +390,7 @@ class InferenceRun(_Run):
         seed: int = 0,
         state: Mapping[str, torch.Tensor] | None = None,
         batch_size: int | None = None,
-        cast_once: bool = True,
+        autocast: bool = False,
     ) -> None:
         super().__init__(plan, device, seed)
         with self._random.in_force():
@@ -401,12 +402,15 @@ class InferenceRun(_Run):
             batch = to_device(batch, device)
             self._call = served(workload, self.model, batch)
         self.amp = Amp(self._without_settings, device=device, group=ALONE)
-        widen = cast_once and widen_for(plan, self.model, serves=True)
-        self.amp.prepare(self.model, inference=cast_once, widen=widen)
+        self._around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        if autocast:
+            self._around = functools.partial(torch.autocast, device.type, plan.compute_dtype)
+        else:
+            self.amp.prepare(self.model, inference=True, widen=widen_for(plan, self.model, serves=True))
 
     def run(self, steps: int) -> None:
         """Call the model ``steps`` times."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._around():
             for _ in range(steps):
                 self._call()
 
