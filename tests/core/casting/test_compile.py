@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import textwrap
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ import castwise
 from castwise import Plan
 from castwise.core._torch.release import RELEASE
 from castwise.core.casting import frames
-from castwise.core.casting.trees import cast_floating
+from castwise.core.casting.trees import cast_floating, tensors_in
 from castwise.core.plans.formats import get_format
 from tests.fresh import run_interpreter, run_python
 from tests.here import DEVICE
@@ -402,6 +405,69 @@ def test_casts_through_containers_are_traced() -> None:
 
     out = torch.compile(run, fullgraph=True, backend="aot_eager")(X.bfloat16())
     assert out["a"][0].dtype is torch.float32
+
+
+@dataclasses.dataclass
+class Fields:
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+class Named(NamedTuple):
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+class Checked(collections.OrderedDict[str, Any]):
+    """A mapping whose own code has what Dynamo cannot compile by itself."""
+
+    def __init__(self, logits: torch.Tensor, hidden: tuple[torch.Tensor, ...]) -> None:
+        super().__init__(logits=logits, hidden=hidden)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        assert key in tuple(name for name in ("logits", "hidden"))
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(value for value in self.values())
+
+
+@pytest.mark.parametrize("way", ["module", "in function", "module.compile()"])
+@pytest.mark.parametrize("kind", [Fields, Frozen, Named, Checked, dict])
+def test_containers_of_the_user_pass_a_compiled_models_border(kind: Any, way: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, given: Any) -> Any:
+            y = self.layer(given["logits"] if isinstance(given, dict) else given.logits)
+            return kind(logits=y, hidden=(y, y.softmax(-1)))
+
+    model = Model().eval().bfloat16().float()  # so that close() restores its values
+    amp = castwise.Amp(Plan(compute="bf16", params="compute", master="none", rules="none"), device=DEVICE)
+    amp.prepare(model, inference=True)
+    given = kind(logits=X, hidden=(X,))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        want = model(given)
+        options: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+        if way == "module.compile()":
+            model.compile(**options)
+            got = model(given)
+        else:
+            got = torch.compile(model if way == "module" else lambda x: model(x), **options)(given)
+    assert type(got) is kind
+    assert [tensor.dtype for tensor in tensors_in(got)] == [torch.float32] * 3
+    assert all(map(torch.equal, tensors_in(got), tensors_in(want)))
+    amp.close()
 
 
 # --- autocast objects made outside of what is compiled -------------------------------------------------------

@@ -69,48 +69,49 @@ def compiled_code_sees(change: Callable[[], None]) -> bool:
 
 
 _skipped: set[str] = set()
-_newest: dict[tuple[str, ...], tuple[int, str]] = {}
-"""The number of loaded modules and the newest module's name at the last :func:`skip_modules`, by its ``prefixes``."""
+_newest: dict[str, tuple[int, str]] = {}
+"""The number of loaded modules and the newest module's name at the last :func:`skip_modules`, by its ``package``."""
 
 
-def skip_modules(prefixes: tuple[str, ...]) -> None:
-    """Tell Dynamo never to start a compilation at functions of some modules. Dynamo may still inline these functions.
+def skip_modules(package: str, with_callees: tuple[str, ...]) -> None:
+    """Tell Dynamo never to start a compilation at functions of a package. Dynamo may still inline these functions.
 
-    Dynamo gives up compiling a function after a graph break inside a ``with`` block, for example. The function then
-    runs in plain Python, and Dynamo may compile each function that it calls. Hooks and context managers that change
-    thread state must run uncompiled in that case.
+    Hooks of a compiled model run in plain Python, and so does a function that Dynamo gave up compiling. Dynamo may then compile
+    each function that they call. Hooks and context managers that change thread state must run uncompiled there.
 
     Args:
-        prefixes: Names of modules. Their submodules are included. Only loaded modules are treated, so call this function
-            again after further modules were loaded.
+        package: Name of the package. Only loaded modules are treated, so call this function again after further modules
+            were loaded.
+        with_callees: Names of its modules of which Dynamo also skips what their functions call, such as methods of containers.
     """
-    from torch._dynamo.eval_frame import skip_code
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
 
-    def skip(code: CodeType) -> None:
-        skip_code(code)
+    def skip(code: CodeType, strategy: FrameExecStrategy) -> None:
+        set_code_exec_strategy(code, strategy)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                skip(constant)
+                skip(constant, strategy)
 
-    def visit(owner: Any, module: str) -> None:
+    def visit(owner: Any, module: str, strategy: FrameExecStrategy) -> None:
         for value in list(vars(owner).values()):
             inner = getattr(value, "fget", None) or getattr(value, "__wrapped__", None) or value
             function = getattr(inner, "__func__", inner)
             if getattr(function, "__module__", None) != module:
                 continue
             if isinstance(function, FunctionType):
-                skip(function.__code__)
+                skip(function.__code__, strategy)
             elif isinstance(value, type) and value is not owner:
-                visit(value, module)
+                visit(value, module, strategy)
 
     newest = len(sys.modules), next(reversed(sys.modules))
-    if _newest.get(prefixes) == newest:
+    if _newest.get(package) == newest:
         return
-    for name in [name for name in sys.modules if name.startswith(prefixes) and name not in _skipped]:
-        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
-            visit(sys.modules[name], name)
-            _skipped.add(name)
-    _newest[prefixes] = newest
+    for name in [name for name in sys.modules if name.startswith(f"{package}.") and name not in _skipped]:
+        callees = FrameAction.SKIP if name in with_callees else FrameAction.DEFAULT
+        visit(sys.modules[name], name, FrameExecStrategy(FrameAction.SKIP, callees))
+        _skipped.add(name)
+    _newest[package] = newest
 
 
 def graph_function(function: _F) -> _F:

@@ -124,22 +124,8 @@ def _watch_compilations() -> None:
     _torch.dynamo.keep_compile_callbacks(_start_trace, _end_trace)
 
 
-_BETWEEN_GRAPHS = tuple(
-    f"castwise.core.{name}"
-    for name in (
-        "_torch",
-        "casting",
-        "model.borders",
-        "model.complaints",
-        "model.rounding",
-        "model.stored",
-        "plans",
-        "masters",
-        "scaler",
-        "session.bypass",
-    )
-)
-
+_WITH_CALLEES = ("castwise.core.casting.trees", "castwise.core.model.later")
+"""Modules that look into containers of the user's, whose own code runs uncompiled then."""
 
 _contexts: list[tuple[type, Callable[[Any], bool]]] = []
 
@@ -173,7 +159,7 @@ def get_ready_for_compile() -> None:
     if _torch.dynamo.why_not_compile("cpu"):
         return
     _watch_compilations()
-    _torch.dynamo.skip_modules(_BETWEEN_GRAPHS)
+    _torch.dynamo.skip_modules("castwise.core", _WITH_CALLEES)
     if frames.watch_compilations is not None:
         return
     frames.watch_compilations = _watch_compilations
