@@ -352,7 +352,8 @@ def resolve(
                 sealed.append(f"{path}.{name}" if path else name)
             elif tensor.is_floating_point() and tensor.dtype is not torch.float64:  # fp64 is never cast
                 found = as_is(path, tensor)
-                low = plan.compute_dtype if name in low_names and found is torch.float32 else None
+                once = name in low_names and found in (torch.float32, plan.compute_dtype)
+                low = plan.compute_dtype if once else None
                 wanted.setdefault(tensor, []).append(dtype or low or found)
                 if dtype or low:
                     planned.add(tensor)

@@ -287,7 +287,7 @@ class Amp(masters.OfThisProcess):
             if inference and "generate" not in methods and borders.has_method(target, "generate"):
                 methods = [*methods, "generate"]  # generate() calls encoder and decoder separately
             resolution = self.resolve(target, part=part, inference=inference, widen=widen)
-            check_arrival(found.low, resolution, widen, again=kept is not None)
+            check_arrival(found.low, resolution, widen, inference=inference, again=kept is not None)
             fsdp.check_groups(resolution, target)
             dtypes = storage.dtypes_of(resolution, target)
             fsdp.check_shards(target, dtypes)

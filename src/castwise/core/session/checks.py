@@ -237,7 +237,12 @@ def check_apart(found: Inventory, others: Iterable[Optimizer]) -> None:
 
 
 def check_arrival(
-    low: Mapping[str, Tensor], resolution: Resolution, widen: bool | str, *, again: bool = False
+    low: Mapping[str, Tensor],
+    resolution: Resolution,
+    widen: bool | str,
+    *,
+    inference: bool,
+    again: bool = False,
 ) -> None:
     """Raise if trained parameters are bf16 or fp16 under a plan that keeps them in fp32, unless ``widen`` is given.
 
@@ -245,6 +250,7 @@ def check_arrival(
         low: The model's tensors that are stored in bf16 or fp16, by path.
         resolution: What the plan means for the model.
         widen: The argument of ``prepare``.
+        inference: Whether the model is only evaluated.
         again: Whether ``widen`` was given under an earlier plan, which :meth:`castwise.Amp.change` replaces now.
 
     Raises:
@@ -264,12 +270,17 @@ def check_arrival(
     dtype = low[resolution.left_low[0]].dtype
     names = [name for name in resolution.left_low if low[name].dtype is dtype]
     short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    cost = size(more_bytes(low[name] for name in resolution.left_low))
+    found = f"the plan {plan} keeps parameters in fp32, but {some(names, 3)} are stored in {short}"
+    if inference:
+        raise PlanError(
+            f"prepare(inference=True): {found}. prepare(..., widen='all') stores them in fp32, which takes {cost} more; or use the "
+            f"plan '{short}-true', which leaves all in {short}."
+        )
     instead = f"{short}-master" if dtype is torch.bfloat16 or plan.compute == "fp16" else "bf16-master"
-    cost = more_bytes(low[name] for name in resolution.left_low)
     raise PlanError(
-        f"prepare: the plan {plan} keeps parameters in fp32, but {some(names, 3)} are stored in "
-        f"{short}: their updates and gradients would be {short}. prepare(..., widen=True) stores them in fp32, which takes "
-        f"{size(cost)} more for the weights, and as much again for their gradients and for each state tensor of the "
+        f"prepare: {found}: their updates and gradients would be {short}. prepare(..., widen=True) stores them in fp32, which takes "
+        f"{cost} more for the weights, and as much again for their gradients and for each state tensor of the "
         f"optimizer; or use the plan {instead!r} (fp32 masters in the optimizer)."
     )
 

@@ -149,8 +149,9 @@ def store(
     """
     log.on(model, _flatten_recurrent)
     rounded: list[str] = []
+    written: list[str] = []
     if drop:
-        log.on(model, _tell_rounded, rounded)
+        log.on(model, _tell_rounded, rounded, written)
     for name, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
         strides = (
@@ -171,6 +172,7 @@ def store(
                 rounded.append(name)
             if drop:
                 masters.forget_original(tensor)
+                log.on(tensor, _note_writes, _torch.tensors.version(tensor), name, written)
         if strides and not hasattr(tensor, "device_mesh"):
             # contiguous() does not change 1 x 1 kernels
             _torch.tensors.assign(tensor, tensor.data.to(memory_format=torch.channels_last))
@@ -183,7 +185,7 @@ def store(
 def silent_about_rounding() -> Iterator[None]:
     """Return a context manager without the warning that values were rounded for inference, for models that are thrown away."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* were rounded for inference")
+        warnings.filterwarnings("ignore", ".* for inference")
         yield
 
 
@@ -196,13 +198,24 @@ def _is_rounded_by(tensor: Tensor, dtype: torch.dtype) -> bool:
     return not all(agree(some_rows.to(dtype), some_rows) for some_rows in rows)
 
 
-def _tell_rounded(model: nn.Module, names: Sequence[str]) -> None:
-    """Warn that the former values of these tensors are lost, when their dtypes are restored."""
-    if names:
+def _note_writes(tensor: Tensor, version: int, name: str, written: list[str]) -> None:
+    """Add the name of a tensor to ``written`` if it was written since it had this version."""
+    if _torch.tensors.version(tensor) != version and name not in written:
+        written.insert(0, name)  # changes are undone from the last to the first
+
+
+def _tell_rounded(model: nn.Module, rounded: Sequence[str], written: Sequence[str]) -> None:
+    """Warn of the tensors whose former values, or values written since, are lost, when their dtypes are restored."""
+    lost = [name for name in rounded if name not in written]
+    said = [f"{some(lost)} of {type(model).__name__} were rounded for inference"] if lost else []
+    if written:
+        said.append(
+            f"{some(written)} of {type(model).__name__} were written while they were stored for inference, which rounded what does not fit"
+        )
+    if said:
         warnings.warn(
-            f"{some(names)} of {type(model).__name__} were rounded for inference, and have the rounded values in their "
-            "former dtype now, since their former values were not kept. To have them back, load them again, or prepare with "
-            "prepare(model, inference=True, keep_originals=True), which keeps them in host memory.",
+            f"{'; '.join(said)}. They have the rounded values in their former dtype now, since other values were not kept. To have them "
+            "back, load them again, or prepare with prepare(model, inference=True, keep_originals=True), which keeps them in host memory.",
             stacklevel=6,
         )
 
