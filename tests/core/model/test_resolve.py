@@ -154,7 +154,7 @@ def test_many_regions_on_many_modules_take_seconds() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_not_echoed_whole() -> None:
-    with pytest.raises(PatternError, match="no module of State matches") as error:
+    with pytest.raises(PatternError, match=r"no module of State matches.* If State is one stage") as error:
         resolve(Plan(compute="bf16", regions=(Region("x" * 999, compute="fp32"),)), State())
     assert len(str(error.value)) < 900
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import castwise
 from castwise.errors import WorkloadError
-from castwise.lab.passes.isolation import seed_all, undisturbed
+from castwise.lab.passes.isolation import copied, seed_all, undisturbed
+from castwise.lab.passes.regions import find_parts
 from tests.here import DEVICE
 
 
@@ -248,3 +249,29 @@ def _broken(params: Any) -> Any:
 def test_what_is_no_optimizer_is_named(optimizer: Any, text: str) -> None:
     with pytest.raises(WorkloadError, match=f"^parity: {text}"):
         _parity(nn.Linear(8, 4), optimizer=optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("how", ["scripted", "traced", "scripted inside"])
+def test_a_copy_of_a_model_with_a_scripted_part_can_be_trained(how: str) -> None:
+    """A plain deep copy of a ScriptModule has no leaves, which optimizers refuse."""
+
+    def build(device: Any = "cpu") -> nn.Module:
+        torch.manual_seed(0)
+        part: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        part = torch.jit.trace(part, torch.ones(1, 4)) if how == "traced" else torch.jit.script(part)
+        inner = nn.Sequential(nn.Linear(4, 4), part) if how == "scripted inside" else part
+        return nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 3)).to(device)
+
+    model = build(DEVICE)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    twin = copied(model, "tune")
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    twin(torch.ones(2, 4, device=DEVICE)).square().sum().backward()
+    optimizer.step()
+    after = list(twin.parameters())
+    assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(map(torch.equal, before, model.parameters()))
+    assert [parameter.grad for parameter in model.parameters()] == [None] * len(before)
+    parts = find_parts(twin, lambda: twin(torch.ones(2, 4, device=DEVICE)))  # a warning would be an error
+    assert {"0", "2"} <= {part.pattern for part in parts}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import os
 import weakref
@@ -18,6 +17,7 @@ from castwise.commands.jobs import Event, Progress, heard, make_folder
 from castwise.commands.jobs.tune_result import TuneResult
 from castwise.core.casting import default_device_type
 from castwise.core.model.arrival import widen_for
+from castwise.core.model.copying import copy_of
 from castwise.core.session.process import find_device
 from castwise.errors import StateError, WorkloadError
 from castwise.lab.parity.batches import endless
@@ -315,7 +315,7 @@ def _workload(
     original = copied(model, "tune")
     made = Workload(
         name=type(model).__name__,
-        model=lambda: copy.deepcopy(original),
+        model=lambda: copy_of(original),
         optimizer=parts["optimizer"] or no_optimizer,
         batches=endless(parts["batches"], "tune"),
         loss=parts["loss"] or no_loss,

@@ -84,16 +84,15 @@ def skip_modules(package: str, with_callees: tuple[str, ...]) -> None:
             were loaded.
         with_callees: Names of its modules of which Dynamo also skips what their functions call, such as methods of containers.
     """
-    from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    def skip(code: CodeType, strategy: FrameExecStrategy) -> None:
+    def skip(code: CodeType, strategy: _FrameExecStrategy) -> None:
         set_code_exec_strategy(code, strategy)
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 skip(constant, strategy)
 
-    def visit(owner: Any, module: str, strategy: FrameExecStrategy) -> None:
+    def visit(owner: Any, module: str, strategy: _FrameExecStrategy) -> None:
         for value in list(vars(owner).values()):
             inner = getattr(value, "fget", None) or getattr(value, "__wrapped__", None) or value
             function = getattr(inner, "__func__", inner)
@@ -108,8 +107,8 @@ def skip_modules(package: str, with_callees: tuple[str, ...]) -> None:
     if _newest.get(package) == newest:
         return
     for name in [name for name in sys.modules if name.startswith(f"{package}.") and name not in _skipped]:
-        callees = FrameAction.SKIP if name in with_callees else FrameAction.DEFAULT
-        visit(sys.modules[name], name, FrameExecStrategy(FrameAction.SKIP, callees))
+        callees = _FrameAction.SKIP if name in with_callees else _FrameAction.DEFAULT
+        visit(sys.modules[name], name, _FrameExecStrategy(_FrameAction.SKIP, callees))
         _skipped.add(name)
     _newest[package] = newest
 

@@ -109,7 +109,7 @@ def assign(model: nn.Module, regions: Iterable[Region]) -> dict[str, Region]:
             hint = f" Modules with a similar name: {', '.join(near)}." if near else ""
             raise PatternError(
                 f"Region({shown(region.pattern)}): no module of {type(model).__name__} matches.{hint} A '*' stays within one "
-                "level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. If {type(model).__name__} "
+                f"level and '**' crosses levels; print(dict(model.named_modules()).keys()) lists the paths. If {type(model).__name__} "
                 "is one stage of a pipeline and the module may be in another stage, call prepare(..., part=True)."
             )
         quiet = [name for name in hits if modules[name] in silent]

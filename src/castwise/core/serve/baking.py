@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import os
 
 import torch
 from torch import nn
 
 from castwise.core import _torch
+from castwise.core.model.copying import copy_of
 from castwise.core.model.resolve import named_tensors
 from castwise.core.plans.plan import Plan, as_plan
 from castwise.core.plans.text import some
@@ -43,7 +43,7 @@ def bake(model: nn.Module, plan: Plan | str | os.PathLike[str] | torch.dtype) ->
     """
     check("bake", model)
     chosen = of_the_model(as_plan(plan), "bake")
-    baked = copy.deepcopy(model)
+    baked = copy_of(model)
     with copied_under(model, chosen) as copied:
         amp = Amp.of(copied)
         assert amp is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from castwise.core.model.arrival import widen_for
+from castwise.core.model.copying import copy_of
 from castwise.core.model.resolve import named_tensors
 from castwise.core.plans.plan import Plan
 from castwise.core.ranks import ALONE
@@ -77,7 +77,7 @@ def of_the_model(plan: Plan, call: str) -> Plan:
 def copied_under(model: nn.Module, plan: Plan) -> Iterator[nn.Module]:
     """Yield a copy of a model under a plan; afterwards the plan is off, and tensors taken from the copy are as the plan stores them."""
     amp = Amp(plan, device=device_of(model), group=ALONE)
-    copied = copy.deepcopy(model)
+    copied = copy_of(model)
     try:
         amp.prepare(copied, inference=True, widen=widen_for(plan, copied, serves=True))
         yield copied

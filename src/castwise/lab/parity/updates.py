@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from castwise.core.casting.trees import to_device
 from castwise.core.devices import in_fp64
 from castwise.core.model.arrival import widen_
+from castwise.core.model.copying import copy_of
 from castwise.core.plans.formats import LOW_DTYPES
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.core.plans.text import some
@@ -253,7 +254,7 @@ class Training:
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        self.model = copy.deepcopy(model).to(device)
+        self.model = copy_of(model).to(device)
         widen_(self.model)
         self.make, self.device, self.steps = optimizer, device, 0
         self.optimizer = optimizer(self.model.parameters())
@@ -348,7 +349,7 @@ class _Step:
 
 
 def _step_of(training: Training, plan: Plan) -> _Step:
-    model = copy.deepcopy(training.model)
+    model = copy_of(training.model)
     optimizer = training.make(model.parameters())
     names = _names(model, optimizer)
     bare = dataclasses.replace(plan, loss_scale=None, compile="as_given")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import random
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from castwise.core import _torch, devices
 from castwise.core.casting import frames
+from castwise.core.model.copying import copy_of
 from castwise.core.parallel.whole import is_cut, whole_copy
 from castwise.core.ranks.pieces import is_dtensor
 from castwise.core.session.process import put_settings, settings
@@ -29,7 +29,7 @@ def copied(model: torch.nn.Module, call: str) -> torch.nn.Module:
     _refuse_lazy(model, call)
     _refuse_pieces(model, call)
     try:
-        return whole_copy(model, call) if is_cut(model) else copy.deepcopy(model)
+        return whole_copy(model, call) if is_cut(model) else copy_of(model)
     except CastwiseError:
         raise
     except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from castwise.core import _torch
 from castwise.core.model.arrival import store_, widen_, widen_for
+from castwise.core.model.copying import copy_of
 from castwise.core.plans.plan import Plan
 from castwise.core.ranks import ALONE
 from castwise.core.session import Amp
@@ -55,7 +55,7 @@ class Original:
 
     def copy(self) -> nn.Module:
         """Return a copy of the model, with each tensor stored in the dtype that it had in the user's model."""
-        model = copy.deepcopy(self.model)
+        model = copy_of(self.model)
         store_(model, self.arrived)
         return model
 

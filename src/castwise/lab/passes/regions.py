@@ -13,6 +13,7 @@ including what it computes between its parts. If all parts of a container get th
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -282,10 +283,14 @@ def _keys(model: nn.Module) -> dict[str, str]:
 
 
 def _matched(model: nn.Module, pattern: str) -> list[str]:
-    try:
-        return list(assign(model, (Region(pattern, compute="fp32"),)))
-    except PatternError:
-        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # of scripted modules, which a region around them may match
+        try:
+            return list(assign(model, (Region(pattern, compute="fp32"),)))
+        except PatternError:
+            return []
 
 
 # --- plans from parts ---------------------------------------------------------------------------------------

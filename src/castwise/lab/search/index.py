@@ -15,7 +15,6 @@ Only completed searches are kept. Files that cannot be read or written are ignor
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import itertools
@@ -38,6 +37,7 @@ from torch import Tensor, nn
 from castwise.core import _torch
 from castwise.core.casting.trees import cast_floating, map_tensors, tensors_in, to_device
 from castwise.core.devices import in_fp64
+from castwise.core.model.copying import copy_of
 from castwise.core.plans.formats import FORMATS, LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import read_json
@@ -162,7 +162,7 @@ def _low(
     for name in sorted(set(settings.formats) & set(LOW)):
         dtype = FORMATS[name].dtype
         for stores in (False, True):
-            copied, batch = copy.deepcopy(model), first
+            copied, batch = copy_of(model), first
             if stores:
                 copied, batch = copied.to(dtype), cast_floating(batch, dtype)
             seed_all(settings.seed)

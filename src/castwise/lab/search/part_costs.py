@@ -8,7 +8,6 @@ steps decides.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from castwise.core import _torch
 from castwise.core.casting import autocast
 from castwise.core.casting.trees import cast_floating, map_tensors, tensors_in
+from castwise.core.model.copying import copy_of
 from castwise.core.plans.formats import FORMATS
 from castwise.lab.passes.isolation import unspoilt
 from castwise.lab.passes.regions import Part
@@ -231,7 +231,7 @@ def _time(
     """Time one call in each format; None for a module that does not run by itself."""
 
     def alone() -> tuple[nn.Module, Any, Any, Callable[[], None]]:
-        module, given = copy.deepcopy(call.module), (call.args, call.kwargs)
+        module, given = copy_of(call.module), (call.args, call.kwargs)
         for (
             inner
         ) in module.modules():  # the inputs are leaves here, and in-place operators may not write to them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from castwise.core.casting.trees import to_device
+from castwise.core.model.copying import copy_of
 from castwise.core.plans.formats import LOW, Format
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
@@ -290,7 +290,7 @@ class OutputTest:
     def parts(self) -> tuple[Part, ...]:
         """Return the parts of the model for which a plan can choose a format."""
         if self._parts is None:
-            model = copy.deepcopy(self._runner.model)
+            model = copy_of(self._runner.model)
             with undisturbed():
                 self._parts = find_parts(model, lambda: self._runner.call(model, self.seen[0]))
         return self._parts
