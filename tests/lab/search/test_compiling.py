@@ -22,7 +22,7 @@ from castwise import Plan, Workload
 from castwise.lab.search import compile_trial, compiling, decision, final
 from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.compile_trial import CompileTrial, _gradients, _moved, try_compiled
-from castwise.lab.search.compiling import MOST, compile_finalists, own_cache, pays_after, said
+from castwise.lab.search.compiling import MOST, _compiled, own_cache, pays_after, said
 from castwise.lab.search.contest import Contest, Entry
 from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.fates import Fate
@@ -454,7 +454,7 @@ def search() -> Iterator[Search]:
 
 
 def finalists(search: Search, plans: Sequence[Plan], until: float, first_until: float) -> list[Plan]:
-    return compile_finalists(search.context, search.contest, search.trials, plans, until, first_until)
+    return _compiled(search.context, search.contest, search.trials, plans, until, first_until)
 
 
 def gain(times_as_long: float, off: float = 0.01) -> Ratio:
@@ -471,7 +471,7 @@ def tries(monkeypatch: pytest.MonkeyPatch, found: Callable[[Plan], CompileTrial]
     """Replace trials by the given results; return the list of plans that were tried."""
     asked: list[Plan] = []
 
-    def instead(_search: Search, _payload: bytes, plan: Plan, _timeout_s: float) -> CompileTrial:
+    def instead(_search: Search, _payload: bytes, plan: Plan, _timeout_s: float, _kind: Any) -> CompileTrial:
         asked.append(plan)
         return found(plan)
 

@@ -409,8 +409,8 @@ def refuse_to_give_up() -> None:
 
 
 def gave_up(error: BaseException) -> bool:
-    """Whether an exception is the error that Dynamo raises because of :func:`refuse_to_give_up`."""
-    return "FailOnRecompileLimitHit" in type(error).__name__
+    """Whether an exception, or its cause, is the error that Dynamo raises because of :func:`refuse_to_give_up`."""
+    return any("FailOnRecompileLimitHit" in type(one).__name__ for one in (error, error.__cause__))
 
 
 def eager_random_numbers() -> contextlib.AbstractContextManager[Any]:

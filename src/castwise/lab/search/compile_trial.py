@@ -1,4 +1,6 @@
-"""Test in the current process whether compiling a plan gives correct gradients and faster steps.
+"""Test in the current process whether compiling a plan gives correct gradients, or outputs, and faster steps.
+
+Outputs of a model that is served are tested against fp32, like those of uncompiled plans. The rest is about training.
 
 A compiled model may be silently wrong. Known cases are a backward that omits a block in fp32 (pytorch issue 179804), and
 garbage after a shape change under autocast (194329). The trial therefore compares compiled gradients with those of the same
@@ -43,15 +45,20 @@ from castwise.core.devices import in_fp64
 from castwise.core.plans.formats import FORMATS
 from castwise.core.plans.plan import Plan
 from castwise.errors import sentence
+from castwise.lab.parity.batches import epochs_of
 from castwise.lab.parity.probes import REFERENCE, as_real, dithered
 from castwise.lab.passes.passes import gradients_of, run_backward
+from castwise.lab.search.axes import uncompiled
+from castwise.lab.serve.comparison import output_test
+from castwise.lab.timing.apart import Kind
 from castwise.lab.timing.processes import received
-from castwise.lab.timing.runners import TrainingRun
+from castwise.lab.timing.runners import InferenceRun, TrainingRun, build_model
 from castwise.lab.timing.served import belong_to
 from castwise.lab.timing.stats import Ratio
 from castwise.lab.timing.timing import race, speedup
 from castwise.lab.workloads.workload import Workload
 
+NOTHING = "not compiled: torch.compile finds nothing to compile in the model"
 BATCHES = 3
 """Number of batches on which gradients are compared. Dynamo silently stops compiling after a number of compilations;
 ``BATCHES`` and ``STEPS`` together stay below it."""
@@ -105,11 +112,37 @@ class CompileTrial:
         return self.eager_s / self.gain.value if self.gain is not None else math.nan
 
 
-def run_trial(_pipe: Connection, workload: bytes, line: str, device: str, seed: int) -> CompileTrial:
+def run_trial(
+    _pipe: Connection, workload: bytes, line: str, device: str, seed: int, kind: Kind
+) -> CompileTrial:
     """Try to compile a plan, in a new process that :class:`castwise.lab.timing.processes.Home` starts for it."""
     plan = Plan.from_json(line)
     belong_to(plan)
-    return try_compiled(received(workload), plan, torch.device(device), seed)
+    attempt = try_served if kind is InferenceRun else try_compiled
+    return attempt(received(workload), plan, torch.device(device), seed)
+
+
+def try_served(workload: Workload, plan: Plan, device: torch.device, seed: int) -> CompileTrial:
+    """Compile a plan for inference, test its outputs, and compare its times with those of the same plan in eager mode.
+
+    The call changes process-wide settings of the compiler, so its process should do nothing else.
+    """
+    _torch.dynamo.refuse_to_give_up()
+    workload = epochs_of(workload)
+    model = build_model(workload, device, seed).eval()
+    test = output_test(workload, model, device, iter(workload.batches(seed)), seed)
+    eager = InferenceRun(workload, uncompiled(plan), device, seed)
+    before, _ = _torch.dynamo.compilations()
+    try:
+        result = test.test(plan, compiled=True)
+        count, compile_s = _torch.dynamo.compilations()
+        if count == before:
+            return CompileTrial(NOTHING)
+        if result.verdict != "pass":
+            return CompileTrial(f"not compiled: {result.reason}", compile_s)
+        return _timed(eager, InferenceRun(workload, plan, device, seed), device, compile_s)
+    except Exception as error:
+        return CompileTrial(_why(error))
 
 
 def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int) -> CompileTrial:
@@ -118,7 +151,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
     The call changes process-wide settings of the compiler, so its process should do nothing else.
     """
     _torch.dynamo.refuse_to_give_up()
-    eager = TrainingRun(workload, dataclasses.replace(plan, compile="as_given"), device, seed)
+    eager = TrainingRun(workload, uncompiled(plan), device, seed)
     batches = iter(workload.batches(seed))
     data = [to_device(next(batches), device) for _ in range(BATCHES)]
     first = _gradients(eager, workload, data[0], 0)
@@ -128,7 +161,7 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             compiled = TrainingRun(workload, plan, device, seed)
             worst, where = _difference(eager, compiled, workload, plan, data, device)
         if compiled.compilations == 0:
-            return CompileTrial("not compiled: torch.compile finds nothing to compile in the model")
+            return CompileTrial(NOTHING)
         if math.isnan(worst):
             return CompileTrial(
                 "not compiled: its gradients at its first loss scale are not finite, so they could not be compared",
@@ -144,24 +177,16 @@ def try_compiled(workload: Workload, plan: Plan, device: torch.device, seed: int
             compiled.close()
             torch.compiler.reset()
             compiled = TrainingRun(workload, plan, device, seed)
-        counts = []
-        for _ in range(STEPS):
-            compiled.block(1)
-            counts.append(compiled.compilations)
-        if counts[-1] > counts[-1 - SETTLED]:
-            return CompileTrial(
-                "not compiled: it recompiles at every step", compiled.compile_s, difference=worst
-            )
-        eager_s, gain = _timed(eager, compiled, device)
+        return dataclasses.replace(_timed(eager, compiled, device), difference=worst)
     except Exception as error:
-        if _torch.dynamo.gave_up(error):
-            return CompileTrial(
-                "not compiled: it recompiles too often, for example for batches of different shapes"
-            )
-        return CompileTrial(
-            f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}"
-        )
-    return CompileTrial("", compiled.compile_s, eager_s, gain, worst)
+        return CompileTrial(_why(error))
+
+
+def _why(error: Exception) -> str:
+    """Say why a plan was not compiled, from the error that compiling raised."""
+    if _torch.dynamo.gave_up(error):
+        return "not compiled: it recompiles too often, for example for batches of different shapes"
+    return f"does not compile: {sentence(getattr(error, 'inner_exception', error), whole=False)}"
 
 
 @contextlib.contextmanager
@@ -339,12 +364,29 @@ def _moved(model: torch.nn.Module, eps: float, seed: int) -> Iterator[None]:
             p.data.copy_(weight)
 
 
-def _timed(eager: TrainingRun, compiled: TrainingRun, device: torch.device) -> tuple[float, Ratio | None]:
-    """Return the median seconds per eager step, and how many times as fast the compiled plan is."""
+def _timed(
+    eager: TrainingRun | InferenceRun,
+    compiled: TrainingRun | InferenceRun,
+    device: torch.device,
+    compile_s: float | None = None,
+) -> CompileTrial:
+    """Time a compiled plan beside the same plan in eager mode, once it no longer compiles.
+
+    ``compile_s`` are the seconds that compiling took, if the plan compiled before.
+    """
+    counts = []
+    for _ in range(STEPS):
+        compiled.block(1)
+        counts.append(compiled.compilations)
+    if compile_s is None:
+        compile_s = compiled.compile_s
+    if counts[-1] > counts[-1 - SETTLED]:
+        return CompileTrial("not compiled: it recompiles at every step", compile_s)
     laps = race(
         [("eager", eager), ("compiled", compiled)], rounds=TIMED, device=device, hopeless=math.inf,
         steps=lambda step_s: dict.fromkeys(step_s, max(1, min(64, round(BLOCK_S / min(step_s.values()))))),
     )  # fmt: skip
     for lap in laps.values():
         lap.checked()
-    return statistics.median(laps["eager"].seconds), speedup(laps["eager"], laps["compiled"])
+    eager_s = statistics.median(laps["eager"].seconds)
+    return CompileTrial("", compile_s, eager_s, speedup(laps["eager"], laps["compiled"]))

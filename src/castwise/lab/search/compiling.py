@@ -19,20 +19,24 @@ from functools import partial
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.errors import CastwiseError, WorkloadError
-from castwise.lab.search.axes import FP32, as_raced, uncompiled
+from castwise.lab.search.axes import AUTOCAST, FP32, as_raced, uncompiled
 from castwise.lab.search.compile_trial import CompileTrial, run_trial
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Context
 from castwise.lab.search.decision import LEAST as STARTS
 from castwise.lab.search.fates import Fate
+from castwise.lab.search.finalists import FINAL_SHARE, start_s
 from castwise.lab.search.state import Search
-from castwise.lab.timing.apart import SeparateRun
+from castwise.lab.timing.apart import Kind, SeparateRun
 from castwise.lab.timing.failures import cannot_run, unfit
 from castwise.lab.timing.processes import NotThereError, SilentError, not_there
+from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import COMPILED
 
 MODE = "default"
 """The mode of torch.compile that a search tries."""
+COMPILE_SHARE = 0.6
+"""After this share of the budget no trial but the first begins."""
 LEAST_S = 12.0
 """No trial begins if fewer seconds than this are left for it."""
 ENDED_S = 2.0
@@ -55,7 +59,23 @@ def own_cache() -> Iterator[None]:
             del os.environ[COMPILED]
 
 
-def compile_finalists(
+def compile_finalists(search: Search, plans: Sequence[Plan]) -> list[Plan]:
+    """Compile plans whose gradients or outputs passed the test, on trial, the fastest first, if the search compiles at all.
+
+    Returns:
+        The compiled plans that may win the final comparison.
+    """
+    context, contest = search.context, search.contest
+    if context.settings.compile == "never":
+        return []
+    with search.journal.stage("compiling"):
+        until = context.until(COMPILE_SHARE)
+        in_final = STARTS * len({FP32, AUTOCAST, *plans}) * start_s(contest)
+        first_until = max(until, context.until(FINAL_SHARE) - in_final)
+        return _compiled(context, contest, search.trials, plans, until, first_until)
+
+
+def _compiled(
     context: Context,
     contest: Contest,
     trials: dict[Plan, CompileTrial],
@@ -69,7 +89,7 @@ def compile_finalists(
         context: The job to tune.
         contest: The race in which the plans were timed.
         trials: The result of each trial is added here, by compiled plan.
-        plans: Plans whose gradients passed the test.
+        plans: Plans that passed the test.
         until: Clock time at which the last trial must end, so that time is left for the final comparison.
         first_until: Clock time at which the first trial must end. It tries the plan that is likeliest to win, and may use all
             time that the final comparison does not need.
@@ -81,7 +101,7 @@ def compile_finalists(
     each = {as_raced(plan): plan for plan in [FP32, *plans]}  # as they will run in the final
     order = contest.order(list(each))
     try:
-        payload = context.payload(partial(_try_elsewhere, context))
+        payload = context.payload(partial(_try_elsewhere, context, contest.kind))
     except NotThereError as error:
         journal.notes.append(f"Nothing was compiled: {error}.")
         return []
@@ -101,7 +121,8 @@ def compile_finalists(
             journal.decide(made, Fate("late", why))
             continue
         trial = ranks.at(f"compiling {plan}").worst(
-            partial(_tried, context, payload, made, room), lambda found: (bool(found.reason), found.step_s)
+            partial(_tried, context, payload, made, room, contest.kind),
+            lambda found: (bool(found.reason), found.step_s),
         )
         took = ranks.now() - begin
         trials[made] = trial
@@ -121,10 +142,10 @@ def compile_finalists(
     return best
 
 
-def _try_elsewhere(context: Context, payload: bytes) -> None:
-    """Train one step in another process before any trial, so that an exception in a later trial is due to compiling."""
+def _try_elsewhere(context: Context, kind: Kind, payload: bytes) -> None:
+    """Run one step in another process before any trial, so that an exception in a later trial is due to compiling."""
     with contextlib.closing(
-        SeparateRun(context.home, payload, FP32, context.device, context.settings.seed)
+        SeparateRun(context.home, payload, FP32, context.device, context.settings.seed, kind)
     ) as run:
         try:
             run.warm_up(1)
@@ -136,9 +157,11 @@ def _fastest(speeds: Mapping[Plan, float]) -> list[Plan]:
     return sorted(speeds, key=speeds.__getitem__, reverse=True)[:MOST]
 
 
-def _tried(context: Context, payload: bytes, plan: Plan, timeout_s: float) -> CompileTrial:
+def _tried(
+    context: Context, payload: bytes, plan: Plan, timeout_s: float, kind: Kind = TrainingRun
+) -> CompileTrial:
     process = context.home.start(
-        run_trial, payload, plan.to_json(), str(context.device), context.settings.seed
+        run_trial, payload, plan.to_json(), str(context.device), context.settings.seed, kind
     )
     try:
         found: CompileTrial = process.answer(timeout_s)
@@ -176,6 +199,8 @@ def said(search: Search, plan: Plan) -> str:
     trial = search.trials.get(plan)
     if trial is None:
         return ""
+    serves = search.context.settings.goal == "inference"
+    first, each = ("at the first call", "calls") if serves else ("when training first starts", "steps")
     steps = pays_after(search, plan)
-    when = f"and pays off after {steps:,} steps" if steps is not None else "and was not shown to pay off"
-    return f"Compiling takes {trial.compile_s:.0f} s when training first starts (less if the compiled code is cached on disk) {when}."
+    when = f"and pays off after {steps:,} {each}" if steps is not None else "and was not shown to pay off"
+    return f"Compiling takes {trial.compile_s:.0f} s {first} (less if the compiled code is cached on disk) {when}."

@@ -38,7 +38,6 @@ from castwise.lab.search.finalists import (
     race_repaired,
     room_in_final,
     run_as,
-    start_s,
     with_lossless,
 )
 from castwise.lab.search.fusing import fused_saves
@@ -62,9 +61,8 @@ from castwise.lab.timing.stats import Ratio
 
 COSTS_SHARE, COSTS_S = 0.1, 12.0
 """Timing the parts of the model takes at most this share of the budget, and at most this many seconds."""
-RACE_SHARE, COMPILE_SHARE = 0.35, 0.6
-"""No round of the race begins after ``RACE_SHARE`` of the time left at its start. After ``COMPILE_SHARE`` of the budget, no
-plan but the first is compiled."""
+RACE_SHARE = 0.35
+"""No round of the race begins after this share of the time left at its start."""
 
 
 def find_fastest(search: Search) -> None:
@@ -111,7 +109,7 @@ def _fastest(search: Search, plans: Sequence[Plan]) -> None:
     running = likeliest(journal, contest, sound, room_in_final(search.context, contest))
     if how != as_raced(how):
         running = run_as(journal, contest.order(running), how)
-    compiled = _compiled(search, running)
+    compiled = compile_finalists(search, running)
     # for this plan the separate measurement counts: it shows the saving more precisely than whole steps can
     shown = [FP32] if numerics_of(how) == FP32 and run_with(FP32, how) in set(running) - {FP32} else []
     eager = [plan for plan in dict.fromkeys([FP32, *running]) if plan not in shown]
@@ -151,18 +149,6 @@ def _how(search: Search, plan: Plan) -> tuple[Plan, float]:
     with search.journal.stage("page faults"):
         kept = keeping_saves(search.context, plan)
         return dataclasses.replace(plan, host_memory="keep") if kept else plan, fused + kept
-
-
-def _compiled(search: Search, plans: Sequence[Plan]) -> list[Plan]:
-    """Compile the fastest plans. Compiling the first of them may use all time that the final comparison does not need."""
-    context, contest = search.context, search.contest
-    if context.settings.compile == "never":
-        return []
-    with search.journal.stage("compiling"):
-        until = context.until(COMPILE_SHARE)
-        in_final = STARTS * len({FP32, AUTOCAST, *plans}) * start_s(contest)
-        last = context.until(FINAL_SHARE) - in_final
-        return compile_finalists(context, contest, search.trials, plans, until, max(until, last))
 
 
 def _final(search: Search, plans: Sequence[Plan], beside: Collection[Plan] = ()) -> Final:

@@ -35,7 +35,7 @@ from castwise.lab.search.axes import (
     whole_step_plans,
     with_operators_as_is,
 )
-from castwise.lab.search.compiling import MODE
+from castwise.lab.search.compiling import compile_finalists, said
 from castwise.lab.search.contest import Contest, Entry
 from castwise.lab.search.evidence import BY_AUTOCAST, Latency
 from castwise.lab.search.fates import Fate
@@ -68,8 +68,6 @@ from castwise.lab.timing.runners import InferenceRun
 
 RACE_SHARE = 0.5
 """No round of the race begins after this share of the time left at its start."""
-COMPILED = 2
-"""Number of plans that are also compiled: the fastest."""
 LEAST_CALLS, CALLS, CALLS_S = 5, 200, 6.0
 """Single calls of each plan that are timed for a latency: at least ``LEAST_CALLS``, at most ``CALLS``, and after the least none
 once all plans together have taken ``CALLS_S`` seconds, or half of the time that is left for this batch size."""
@@ -122,7 +120,7 @@ def find_for_inference(search: Search) -> None:
             if keeping_saves(context, how):
                 how = dataclasses.replace(how, host_memory="keep")
                 running = run_as(journal, contest.order(running), how)
-        compiled = _compiled(search, found, [run_with(plan, how) for plan in contest.order(sound)])
+        compiled = compile_finalists(search, [run_with(plan, how) for plan in contest.order(sound)])
         always = bool(compiled) and context.settings.compile == "always"
         shown = [FP32] if run_with(FP32, how) in set(running) - {FP32} else []
         choices = compiled if always else [plan for plan in (FP32, *running, *compiled) if plan not in shown]
@@ -133,6 +131,7 @@ def find_for_inference(search: Search) -> None:
             search.final = final
     search.choice = _choose(search, found, final.in_turn(choices, journal.refusal))
     journal.undecided += filter(None, [final.doubt(search.choice.plan, journal.refusal)])
+    journal.notes += filter(None, [said(search, search.choice.plan)])
     compared = list(dict.fromkeys([FP32, search.choice.plan]))
     if context.settings.memory and context.left_s() > PEAKS_S:
         with journal.stage("memory"):
@@ -146,10 +145,10 @@ def find_for_inference(search: Search) -> None:
 # --- outputs ------------------------------------------------------------------------------------------------
 
 
-def _tested(search: Search, test: OutputTest, plan: Plan, compiled: bool = False) -> OutputParity | None:
+def _tested(search: Search, test: OutputTest, plan: Plan) -> OutputParity | None:
     """Test a plan's outputs; return None if the plan cannot run, and record why."""
     try:
-        return test.test(plan, compiled)
+        return test.test(plan)
     except Exception as error:
         if not cannot_run(error):
             raise
@@ -242,30 +241,6 @@ def _evaluated(search: Search, found: Served, result: OutputParity | None) -> Ou
         said = "evaluate was not compared: the time is too short to call it six times."
         context.journal.undecided.append(said)
     return result
-
-
-# --- compiling ----------------------------------------------------------------------------------------------
-
-
-def _compiled(search: Search, found: Served, order: Sequence[Plan]) -> list[Plan]:
-    """Return the fastest plans, compiled, whose compiled outputs pass too."""
-    context, journal = search.context, search.journal
-    if context.settings.compile == "never":
-        return []
-    out: list[Plan] = []
-    with journal.stage("compiling"):
-        for number, plan in enumerate(order[:COMPILED]):
-            made = dataclasses.replace(plan, compile=MODE)
-            if context.left_s() < (1.0 - FINAL_SHARE) * context.settings.budget_s:
-                journal.decide(made, Fate("late", "not tried: the time ran out"))
-                continue
-            journal.tell(f"compiling {in_words(plan)}", number, COMPILED)
-            result = _tested(search, found.test, made, compiled=True)
-            if result is not None and result.verdict != "pass":
-                journal.decide(made, Fate("failed", f"compiled: {result.reason}"))
-            elif result is not None:
-                out.append(made)
-    return out
 
 
 # --- latency ------------------------------------------------------------------------------------------------

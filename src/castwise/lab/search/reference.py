@@ -20,14 +20,12 @@ from castwise.lab.passes.isolation import seed_all
 from castwise.lab.passes.regions import Part, find_parts, operators_used
 from castwise.lab.search.context import Context
 from castwise.lab.search.repair import NumericsSearch
-from castwise.lab.serve.comparison import OutputTest
-from castwise.lab.timing.runners import build_model, outputs_of, served
+from castwise.lab.serve.comparison import OUTPUT_BATCHES, OutputTest, output_test
+from castwise.lab.timing.runners import build_model, served
 from castwise.lab.timing.served import libraries
 from castwise.lab.workloads.workload import make_optimizer
 
 MICROBATCHES = 8
-OUTPUT_BATCHES = 8
-"""Number of batches whose outputs are compared, and of fresh batches for the verification."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +137,7 @@ def refer_served(context: Context) -> Served:
     given = as_given(model)
 
     def test(seed: int) -> OutputTest:
-        batches = iter(workload.batches(seed))
-        test = OutputTest(
-            model, functools.partial(outputs_of, workload), batches, context.device, seed=settings.seed,
-            call_name=f"tune({workload.name!r})",
-        )  # fmt: skip
-        test.reference(OUTPUT_BATCHES)
-        return test
+        return output_test(workload, model, context.device, iter(workload.batches(seed)), settings.seed)
 
     journal.tell(f"fp32 outputs of {OUTPUT_BATCHES} batches")
     first = test(settings.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -38,12 +39,15 @@ from castwise.lab.serve.outputs import (
 from castwise.lab.serve.result import OutputParity
 from castwise.lab.serve.runs import ALL, Call, Evaluate, Rounding, Runner, format_of
 from castwise.lab.serve.verdicts import LINE, REACH, SLACK, Verdict, added, decide
-from castwise.lab.workloads.workload import about_data, users_code
+from castwise.lab.timing.runners import outputs_of
+from castwise.lab.workloads.workload import Workload, about_data, users_code
 
 LEAST = 2
 """Minimum number of batches, since there is no interval over fewer."""
 REPEATS = 1e-4
 """Outputs are random if two runs of a batch in fp32 differ by more than this share of their norm: kernels may sum in any order."""
+OUTPUT_BATCHES = 8
+"""Number of batches whose outputs a search compares, and of fresh batches for the verification."""
 BLATANT = 4.0
 """A plan fails at once if the interval of its error begins at this multiple of the line."""
 ROUNDINGS = 4
@@ -340,3 +344,13 @@ def _weight(kind: Kind, alone: Difference, floor: Difference) -> float:
     if kind == "integers" and alone.decisions:
         return alone.changed / alone.decisions
     return alone.error / floor.error if floor.error else alone.error / alone.signal if alone.signal else 0.0
+
+
+def output_test(
+    workload: Workload, model: nn.Module, device: torch.device, batches: Iterator[Any], seed: int
+) -> OutputTest:
+    """Return the test of a workload's outputs on the next ``OUTPUT_BATCHES`` batches, which have run in fp32."""
+    call = functools.partial(outputs_of, workload)
+    test = OutputTest(model, call, batches, device, seed=seed, call_name=f"tune({workload.name!r})")
+    test.reference(OUTPUT_BATCHES)
+    return test

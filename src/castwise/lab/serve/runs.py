@@ -81,7 +81,7 @@ class Runner:
     def running(self, plan: Plan, compiled: bool = False) -> Iterator[nn.Module]:
         """Yield a copy of the model that runs under a plan as it is served, without gradients.
 
-        With ``compiled``, a plan that compiles is compiled; by default it runs without compiling.
+        With ``compiled``, a plan that compiles is compiled, for inference mode; by default it runs without compiling.
         """
         stance = contextlib.nullcontext() if compiled else uncompiled()
         model = self._original.copy()
@@ -91,7 +91,8 @@ class Runner:
             Amp(plan, device=self.device, group=ALONE) as amp,
         ):
             amp.prepare(model, inference=True, widen=widen_for(plan, model, serves=True))
-            with torch.no_grad(), stance, observed_under(plan, model, self.device):
+            grads_off = torch.inference_mode() if compiled else torch.no_grad()
+            with grads_off, stance, observed_under(plan, model, self.device):
                 yield model
 
     def run(self, model: nn.Module, batch: Any, again: int = 0) -> dict[str, Tensor]:
