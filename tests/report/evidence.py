@@ -103,7 +103,7 @@ def make_evidence(**changes: Any) -> Evidence:
         make_candidate("fp16-mixed", 6.9, "rejected", reason="not faster: convolutions take 69x the time in fp16",
                        parity=make_damage(math.inf)),
         make_candidate("fp16-true", None, "rejected", reason="out of memory"),
-        make_candidate("fp32+optimizer=fused", None, "not tried", reason="not tried: the time ran out"),
+        make_candidate("fp32+optimizer=fused", None, "not tried", reason="the time ran out"),
         make_candidate("tf32", None, "rejected", reason="not supported by this device: no <TF32> on a CPU"),
     )  # fmt: skip
     made = Evidence(

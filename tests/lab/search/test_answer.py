@@ -239,7 +239,7 @@ def test_unsound_autocast_is_the_reason_to_stay_in_fp32() -> None:
 def test_every_plan_has_its_standing() -> None:
     other, tie = Plan.parse("bf16-master"), Plan.parse("bf16-mixed+optimizer=fused")
     search = searched(AUTOCAST, {FP32: 0.2, AUTOCAST: 0.1, other: 0.15, tie: 0.1})
-    search.journal.decide(LEAN, Fate("late", "not tried: no time"))
+    search.journal.decide(LEAN, Fate("late", "no time"))
     rows = {c.plan: c for c in evidence(search).candidates}
     assert {plan: row.status for plan, row in rows.items()} == {
         "bf16-mixed": "chosen", "fp32": "baseline", "bf16-mixed+optimizer=fused": "tie",

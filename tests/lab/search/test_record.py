@@ -82,12 +82,12 @@ def test_a_compiled_plan_that_was_refused_is_not_called_sound() -> None:
     search.choice = Choice(PLAN, finding(0.001, "pass"))
     for mode, why_not in (
         ("default", Fate("failed", "not compiled: its gradient differs")),
-        ("max-autotune", Fate("late", "not tried: 3 s are left")),
+        ("max-autotune", Fate("late", "3 s are left")),
     ):
         search.journal.decide(dataclasses.replace(PLAN, compile=mode), why_not)
     rows = {row.plan: (row.status, row.reason) for row in evidence(search).candidates}
     assert rows[f"{PLAN}+compile=default"] == ("rejected", "not compiled: its gradient differs")
-    assert rows[f"{PLAN}+compile=max-autotune"] == ("not tried", "not tried: 3 s are left")
+    assert rows[f"{PLAN}+compile=max-autotune"] == ("not tried", "3 s are left")
 
 
 def test_a_plan_that_was_shown_and_never_tested_is_not_rejected_for_being_as_fast() -> None:

@@ -117,7 +117,7 @@ def _compiled(
         room = (left - STARTS * AGAIN * in_final) / (1.0 + STARTS * AGAIN)
         if room < max(LEAST_S, took):
             last = f", and the last plan took {took:.0f} s" if took else ""
-            why = f"not tried: {max(0.0, room):.0f} s of the budget were left to compile it{last}; use a longer --budget"
+            why = f"{max(0.0, room):.0f} s of the budget were left to compile it{last}; use a longer --budget"
             journal.decide(made, Fate("late", why))
             continue
         trial = ranks.at(f"compiling {plan}").worst(
@@ -167,7 +167,7 @@ def _tried(
         found: CompileTrial = process.answer(timeout_s)
         return found
     except SilentError:
-        why = f"not tried: compiling took longer than the {timeout_s:.0f} s that were left; use a longer --budget"
+        why = f"compiling took longer than the {timeout_s:.0f} s that were left; use a longer --budget"
         return CompileTrial(why, late=True)
     except WorkloadError:
         raise

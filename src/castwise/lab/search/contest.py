@@ -45,7 +45,7 @@ EARLY = 6
 HEATS = 2
 """Number of groups of rounds after which the race ends. More would separate few plans: the rest differ by a few percent, which
 the :class:`~castwise.lab.search.final.Final` resolves."""
-LATE = Fate("late", "not tried: the time ran out", "race")
+LATE = Fate("late", "the time ran out", "race")
 
 
 @dataclass
