@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +152,56 @@ def test_a_build_without_the_compiler_is_said_in_one_sentence() -> None:
     )
     assert "torch.compile cannot compile for cpu here: this build of torch has no compiler" in said
     assert said.endswith("use compile='as_given'")
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "left"),
+    [
+        ("0::/box", {"box": ("memory.max", 4, "memory.current", 3, "inactive_file", 1)}, [2]),
+        (
+            "0::/outer/box",
+            {
+                "outer": ("memory.max", 2, "memory.current", 1, "inactive_file", 0),
+                "outer/box": ("memory.max", None, "memory.current", 1, "inactive_file", 0),
+            },
+            [1],
+        ),
+        ("0::/", {"": ("memory.max", 8, "memory.current", 2, "inactive_file", 0)}, [6]),
+        # a container that sees only its own group
+        ("0::/../../elsewhere", {"": ("memory.max", 8, "memory.current", 2, "inactive_file", 0)}, [6]),
+        ("0::/docker/0123", {"": ("memory.max", 2, "memory.current", 3, "inactive_file", 0)}, [0]),
+        (
+            "4:cpu,memory:/box",
+            {
+                "memory/box": (
+                    "memory.limit_in_bytes",
+                    5,
+                    "memory.usage_in_bytes",
+                    3,
+                    "total_inactive_file",
+                    2,
+                )
+            },
+            [4],
+        ),
+        ("4:cpu:/box", {"cpu/box": ("memory.max", 4, "memory.current", 3, "inactive_file", 1)}, []),
+        ("0::/box", {}, []),
+        ("nonsense", {}, []),
+    ],
+)
+def test_memory_is_free_within_the_limits_of_control_groups(
+    line: str, files: dict[str, tuple[Any, ...]], left: list[int], tmp_path: Path
+) -> None:
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    (tmp_path / "cgroup").write_text(f"12:pids:/\n{line}\n")
+    for folder, (limit, most, usage, used, cached, cache) in files.items():
+        (mounted / folder).mkdir(parents=True, exist_ok=True)
+        (mounted / folder / limit).write_text("max\n" if most is None else f"{most * GIB}\n")
+        (mounted / folder / usage).write_text(f"{used * GIB}\n")
+        (mounted / folder / "memory.stat").write_text(f"anon 77\n{cached} {cache * GIB}\n")
+    assert list(devices._free_in_groups(tmp_path / "cgroup", mounted)) == [each * GIB for each in left]
+    assert list(devices._free_in_groups(tmp_path / "none", mounted)) == []

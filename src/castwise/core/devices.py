@@ -200,18 +200,51 @@ def memory_statistics(device: torch.device) -> Any:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes of memory that are free on a device; None if that is unknown."""
+    """Return the bytes of memory that are free on a device; None if that is unknown.
+
+    On the CPU, no more is free than the limits of this process's control groups leave, which containers set.
+    """
     if device.type == "cpu":
         try:
             lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
         except (OSError, ValueError, StopIteration):
             return None
+        return min([free, *_free_in_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
     of_device = getattr(torch.get_device_module(device), "mem_get_info", None)
     try:
         return None if of_device is None else int(of_device(device)[0])
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def _free_in_groups(groups: Path, mounted: Path) -> Iterator[int]:
+    """Yield the bytes that each limit of memory leaves to the control groups of a process.
+
+    Args:
+        groups: The file that lists the groups, ``/proc/self/cgroup``.
+        mounted: The folder where Linux shows all groups, or in a container often only its own.
+    """
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            base, limit, usage, cached = mounted, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, cached = mounted / "memory", "total_inactive_file"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        here = base / path.strip("/")
+        for folder in (here, *(outer for outer in here.parents if outer.is_relative_to(base))):
+            with contextlib.suppress(OSError, ValueError):  # no such folder, or the limit is "max"
+                counts = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / usage).read_text()) - int(counts.get(cached, 0))
+                yield max(0, int((folder / limit).read_text()) - used)
 
 
 def empty_cache(device: torch.device) -> None:

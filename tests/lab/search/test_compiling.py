@@ -581,9 +581,7 @@ def test_a_trial_that_takes_too_long_is_ended(search: Search) -> None:
 
     begin = time.monotonic()
     found = compiling._tried(search.context, portable(workload(sleeps)), BF16, 0.5)
-    assert found.reason == (
-        "compiling took longer than the 0 s that were left; use a longer --budget"
-    )
+    assert found.reason == ("compiling took longer than the 0 s that were left; use a longer --budget")
     assert time.monotonic() - begin < 50.0
 
 
