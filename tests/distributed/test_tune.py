@@ -120,6 +120,51 @@ def fails(call: Callable[[], object]) -> dict[str, Any]:
 # --- what both ranks do ------------------------------------------------------------------------
 
 
+class Off(nn.Module):
+    """Returns something else under autocast."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * (1.5 if torch.is_autocast_enabled("cpu") else 1.0)
+
+
+def served(rank: int, folder: Path) -> dict[str, Any]:
+    """bf16-mixed is fast on both ranks and wrong on rank 1."""
+    model = network(lambda: CLOCK.pass_s(QUICK_S), lambda: CLOCK.pass_s(MIDDLE_S))
+    model = nn.Sequential(model, Off() if rank == 1 else nn.Identity()).eval()
+    made = castwise.tune(
+        model=model, batches=[b for b, _ in data()], goal="inference", formats=("fp32", "bf16"), memory=False, budget_s=5,
+    )  # fmt: skip
+    return said(made)
+
+
+def served_elsewhere(rank: int, folder: Path) -> dict[str, Any]:
+    """The processes of the final and of single calls can build this model."""
+    return said(
+        castwise.tune(
+            f"{TINY}:mlp",
+            goal="inference",
+            formats=("fp32", "bf16"),
+            batch_sizes=(4,),
+            memory=False,
+            budget_s=6,
+        )
+    )
+
+
+def served_fails(rank: int, folder: Path) -> dict[str, Any]:
+    """Rank 1's model raises in its last batches in fp32."""
+    model, calls = nn.Linear(16, 4).eval(), [0]
+
+    def outputs(model: nn.Module, batch: Tensor) -> Tensor:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 20:
+            raise ArithmeticError("the data\ncannot be read")
+        return model(batch)
+
+    given = {"model": model, "outputs": outputs, "batches": lambda seed: iter([b for b, _ in data()] * 50)}
+    return fails(lambda: castwise.tune(**given, goal="inference", memory=False, budget_s=600))
+
+
 def paced(rank: int, folder: Path) -> dict[str, Any]:
     """bf16 is fast on both ranks: the choice when no rank is slow."""
     return said(tune(network(lambda: CLOCK.pass_s(QUICK_S), lambda: CLOCK.pass_s(MIDDLE_S))))
@@ -444,3 +489,26 @@ def test_the_command_on_two_ranks(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "evidence.json").read_text())
     assert record["world_size"] == WORLD
     assert Plan.load(tmp_path / "out" / "plan.json").digest == record["digest"]
+
+
+def test_a_served_model_gets_a_plan_that_is_sound_on_every_rank(found: Callable[[Case], Found]) -> None:
+    first, second = found(served)
+    assert first == second
+    verdicts = {c["plan"]: c["parity"]["verdict"] for c in first["candidates"] if c["parity"]}
+    assert verdicts["bf16-mixed"] == "fail"
+    assert first["plan"] != "bf16-mixed"
+
+
+def test_single_calls_are_timed_on_all_ranks_at_once(found: Callable[[Case], Found]) -> None:
+    first, second = found(served_elsewhere)
+    assert first == second
+    assert {latency["batch_size"] for latency in first["latencies"]} == {4}
+
+
+def test_a_served_model_that_fails_on_one_rank_fails_on_both(found: Callable[[Case], Found]) -> None:
+    first, second = found(served_fails)
+    assert first["kind"] != "nothing"
+    assert second["kind"] != "nothing"
+    assert "rank 1" in first["text"]
+    assert "the data" in first["text"]
+    assert "the data" in second["text"]

@@ -19,7 +19,7 @@ from castwise.core.casting import default_device_type
 from castwise.core.model.arrival import widen_for
 from castwise.core.model.copying import copy_of
 from castwise.core.session.process import find_device
-from castwise.errors import StateError, WorkloadError
+from castwise.errors import WorkloadError
 from castwise.lab.parity.batches import endless
 from castwise.lab.parity.parity import device_of
 from castwise.lab.passes.isolation import copied, unspoilt
@@ -149,10 +149,6 @@ def tune(
             formats, goal, accumulate, world_size, compile, warmup_steps, verify_steps, verify_seeds, budget_s,
             memory, seed, tuple(batch_sizes),
         )  # fmt: skip
-        if goal == "inference" and ranks.size > 1:
-            raise StateError(
-                f"tune(goal='inference'): called on {ranks.size} ranks; call it in a process without torch.distributed"
-            )
         found, spec, where = _workload(
             workload,
             {"model": model, "loss": loss, "batches": batches, "optimizer": optimizer, "outputs": outputs},

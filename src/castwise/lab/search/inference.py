@@ -145,10 +145,15 @@ def find_for_inference(search: Search) -> None:
 # --- outputs ------------------------------------------------------------------------------------------------
 
 
+def _badness(result: OutputParity) -> tuple[int, float]:
+    """Return a key by which results are sorted: the worse the verdict, and then the larger the error."""
+    return ("pass", "undecided", "fail").index(result.verdict), result.high
+
+
 def _tested(search: Search, test: OutputTest, plan: Plan) -> OutputParity | None:
-    """Test a plan's outputs; return None if the plan cannot run, and record why."""
+    """Test a plan's outputs; return None if the plan cannot run, and record why. On several ranks the worst result counts."""
     try:
-        return test.test(plan)
+        return search.context.ranks.at(f"the outputs of {plan}").worst(lambda: test.test(plan), _badness)
     except Exception as error:
         if not cannot_run(error):
             raise
@@ -198,7 +203,8 @@ def _judge_as_given(search: Search, found: Served, plan: Plan) -> None:
 
 def _repaired(search: Search, found: Served, plan: Plan) -> Plan | None:
     """Keep the modules in fp32 that cause most of the error, twice as many each time; None if half of them do not suffice."""
-    order = [pattern for pattern, _ in found.test.blame(plan, found.parts)]
+    blamed = search.context.ranks.at("the parts to keep in fp32").same(found.test.blame(plan, found.parts))
+    order = [pattern for pattern, _ in blamed]
     count = 1
     while order and count <= max(1, len(found.parts) // 2):
         kept = order[:count]
@@ -236,7 +242,8 @@ def _evaluated(search: Search, found: Served, result: OutputParity | None) -> Ou
     evaluate = context.workload.evaluate
     if evaluate is None or result is None or result.verdict != "pass":
         return result
-    result = found.test.with_metrics(result, evaluate, context.left_s())
+    with_metrics = functools.partial(found.test.with_metrics, result, evaluate, context.left_s())
+    result = context.ranks.at("the metrics").worst(with_metrics, _badness)
     if not result.metrics:
         said = "evaluate was not compared: the time is too short to call it six times."
         context.journal.undecided.append(said)
@@ -246,8 +253,10 @@ def _evaluated(search: Search, found: Served, result: OutputParity | None) -> Ou
 # --- latency ------------------------------------------------------------------------------------------------
 
 
-def _too_large(search: Search, found: Served, size: int) -> str:
+def _too_large(search: Search, found: Served, size: int | None) -> str:
     """Say that a batch of ``size`` samples does not fit into the free memory; empty if it does, or if that is unknown."""
+    if size is None:
+        return ""
     free = devices.free_bytes(search.context.device)
     activations = (search.peaks.get(FP32) or 0) - found.weight_bytes
     grows = max(activations, 2 * found.batch_bytes)  # at least its samples and itself
@@ -258,6 +267,10 @@ def _too_large(search: Search, found: Served, size: int) -> str:
         f"Batch size {size} was not timed: by the peak of a batch of {found.samples} it needs about {amounts.size(needed)} of memory, "
         f"and {amounts.size(free)} are free."
     )
+
+
+def _call(run: SeparateRun) -> list[float]:
+    return [run.steps(1)]
 
 
 def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator[Latency]:
@@ -279,7 +292,9 @@ def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator
                 f"Latencies at batch sizes {left} were not measured: the time ran out."
             )
             return
-        if size is not None and (reason := _too_large(search, found, size)):
+        ranks = context.ranks.at(f"calls with {size} samples")
+        reason = ranks.worst(functools.partial(_too_large, search, found, size), bool)
+        if reason:
             context.journal.undecided.append(reason)
             continue
         context.journal.tell("" if size is None else f"batch size {size}", number, len(sizes))
@@ -293,7 +308,7 @@ def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator
                     )
                     stack.callback(run.close)
                     try:
-                        run.warm_up(WARM + 2 * (plan.compile != "as_given"))
+                        ranks.every(functools.partial(run.warm_up, WARM + 2 * (plan.compile != "as_given")))
                     except Exception as error:
                         if name != BY_AUTOCAST or not cannot_run(error):  # which is only shown
                             raise
@@ -303,7 +318,7 @@ def _latencies(search: Search, found: Served, plans: Sequence[Plan]) -> Iterator
                 until, first = context.ranks.now() + room_s, times[str(FP32)]
                 while len(first) < LEAST_CALLS or (len(first) < CALLS and context.ranks.now() < until):
                     for name, run in runs.items():
-                        times[name].append(run.steps(1))
+                        times[name] += ranks.slowest(functools.partial(_call, run))
             except Exception as error:
                 if not cannot_run(error):
                     raise

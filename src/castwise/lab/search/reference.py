@@ -132,7 +132,12 @@ class Served:
 
 def refer_served(context: Context) -> Served:
     """Compute the fp32 outputs of some batches, and find the parts of the model and the operators that it runs."""
-    settings, workload, journal = context.settings, epochs_of(context.workload), context.journal
+    settings, workload, ranks, journal = (
+        context.settings,
+        epochs_of(context.workload),
+        context.ranks,
+        context.journal,
+    )
     model = build_model(workload, context.device, settings.seed).eval()
     given = as_given(model)
 
@@ -145,7 +150,8 @@ def refer_served(context: Context) -> Served:
     batch = to_device(next(iter(workload.batches(settings.seed))), context.device)
     arrived = widen_(model)
     once = served(workload, model, cast_floating(batch, torch.float32, LOW_DTYPES) if arrived else batch)
-    parts, used = find_parts(model, once), operators_used(once)
+    parts = ranks.at("the regions").same(find_parts(model, once))
+    used = ranks.at("the operators").same(operators_used(once))
     images = any(
         isinstance(model.get_submodule(path), (nn.Conv2d, nn.ConvTranspose2d))
         for part in parts
