@@ -166,6 +166,7 @@ layer is zeroed recovers within a few steps, and is not seen in the samples of a
 )
 def test_a_change_is_seen(case: str) -> None:
     run, within = TROUBLE[case]
+    run.steps = AT + within
     run.train()
     assert run.alarms, (case, run.loss)
     first = min(step for _, step in run.alarms)
