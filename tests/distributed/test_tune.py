@@ -19,7 +19,7 @@ from torch.nn import functional
 import castwise
 from castwise import Plan, Workload
 from castwise.lab.parity.updates import AFTER, COMPARED, UpdateTest
-from castwise.lab.search import contest, final
+from castwise.lab.search import contest
 from castwise.lab.search.context import Context, Settings
 from castwise.lab.search.peaks import measure_peaks
 from castwise.lab.search.sound import updates_of
@@ -28,6 +28,7 @@ from castwise.lab.timing.processes import NotThereError
 from castwise.lab.timing.ranks import lockstep
 from tests.distributed.world import World
 from tests.processes import command
+from tests.searches import short_finals
 
 WORLD = 2
 TINY = Path(__file__).parent.parent / "commands" / "jobs" / "tiny_workloads.py"
@@ -332,7 +333,7 @@ def work(rank: int, size: int, case: Case, folder: Path) -> dict[str, Any]:
     """Run a case with torchrun's environment and short races; the slow models are slow enough for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contest, "BLOCK_S", 0.01)
-        patch.setattr(final, "ROUNDS", 3)
+        short_finals(patch, 2)
         patch.setattr(time, "perf_counter", CLOCK)
         patch.setenv("RANK", str(rank))
         patch.setenv("WORLD_SIZE", str(size))

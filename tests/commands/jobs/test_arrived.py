@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.here import DEVICE
+from tests.searches import short_finals
 from tests.soak import each_value, every
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,16 +21,12 @@ from castwise.commands.jobs.train import train
 from castwise.core.model.arrival import as_given, widen_for
 from castwise.core.plans.plan import PRESETS, Plan
 from castwise.lab.parity.probes import REFERENCE
-from castwise.lab.search import decision, final
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_start() -> Iterator[None]:
-    """Limit the final to one start of a few rounds; more starts are tested in tests/lab/search/test_final.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decision, "LEAST", 1)
-        patch.setattr(decision, "MOST", 1)
-        patch.setattr(final, "ROUNDS", 3)
+        short_finals(patch)
         yield
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.here import DEVICE
+from tests.searches import short_finals
 from tests.soak import each_value
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,16 +26,12 @@ from castwise import Plan, Workload
 from castwise.commands.jobs import Event
 from castwise.core import _torch
 from castwise.errors import CastwiseError, NonFiniteError, PlanError, StateError, WorkloadError
-from castwise.lab.search import decision, final
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_start() -> Iterator[None]:
-    """Limit the final to one start of a few rounds; more starts are tested in test_decision.py and test_final.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decision, "LEAST", 1)
-        patch.setattr(decision, "MOST", 1)
-        patch.setattr(final, "ROUNDS", 3)
+        short_finals(patch)
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.errors import PlanError
+from castwise.errors import StateError
 from tests.here import DEVICE
 
 X = torch.linspace(-1, 1, 32, device=DEVICE).reshape(4, 8)
@@ -56,47 +56,116 @@ def test_close_says_which_weights_were_written_while_they_were_low(
     assert all(torch.equal(a.float(), b) for a, b in zip(now, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("sessions", [1, 2])
-@pytest.mark.parametrize("plan", ["bf16-mixed", "bf16-true", "fp16-mixed", "fp16-mixed+ops.gelu=fp32"])
-def test_models_may_share_a_module(plan: str, sessions: int) -> None:
-    def models() -> tuple[nn.Module, nn.Module]:
-        both = make(8)
-        torch.manual_seed(1)
-        heads = nn.Linear(8, 2).to(DEVICE), nn.Linear(8, 3).to(DEVICE)
-        return nn.Sequential(both, heads[0]).eval(), nn.Sequential(both, heads[1]).eval()
+def heads() -> tuple[nn.Module, nn.Module]:
+    """Two models with one encoder."""
+    both = make(8)
+    torch.manual_seed(1)
+    return nn.Sequential(both, nn.Linear(8, 2).to(DEVICE)).eval(), nn.Sequential(
+        both, nn.Linear(8, 3).to(DEVICE)
+    ).eval()
 
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "fp32",
+        "bf16-mixed",
+        "bf16-true",
+        "fp16-mixed",
+        "fp16-mixed+ops.gelu=fp32",
+        "bf16-true+regions.0.2=fp32",
+    ],
+)
+def test_models_of_one_session_may_share_a_module(plan: str) -> None:
     want = []
     for number in range(2):  # each alone
-        model = models()[number]
+        model = heads()[number]
         with castwise.Amp(plan, device=DEVICE) as amp, torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             want.append(amp.prepare(model, inference=True)(X))
             amp.close()
-    amps = [castwise.Amp(plan, device=DEVICE) for _ in range(sessions)]
-    first, second = models()
-    amps[0].prepare(first, inference=True)
-    amps[-1].prepare(second, inference=True)
+    amp = castwise.Amp(plan, device=DEVICE)
+    first, second = (amp.prepare(model, inference=True) for model in heads())
     with torch.inference_mode():
         for _ in range(2):
             assert torch.equal(first(X), want[0])
             assert torch.equal(second(X), want[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for amp in reversed(amps):
-            amp.close()
+        amp.close()
     for model in (first, second):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        assert model(X).dtype is torch.float32
+        assert model(X).dtype is model[0](X).dtype is torch.float32
 
 
-def test_a_module_that_is_served_in_the_other_low_format_is_refused() -> None:
-    shared = make(8)
-    first, second = nn.Sequential(shared).eval(), nn.Sequential(shared).eval()
-    with castwise.Amp("bf16-mixed", device=DEVICE) as amp, castwise.Amp("fp16-mixed", device=DEVICE) as other:
-        amp.prepare(first, inference=True)
-        with pytest.raises(
-            PlanError, match=r"prepare\(inference=True\): .*0\.0\.weight.* stored in bf16.*widen='all'"
-        ):
-            other.prepare(second, inference=True)
-        with pytest.warns(UserWarning, match="for inference"):
-            amp.close()
+TRAINED = "trained "
+
+
+def prepare(amp: castwise.Amp, model: nn.Module, how: str) -> None:
+    if how.startswith(TRAINED):
+        amp.prepare(model.train(), torch.optim.AdamW(model.parameters()))
+    else:
+        amp.prepare(model, inference=True, keep_originals=True)
+
+
+SHARES = [
+    ("bf16-mixed", "bf16-mixed", "has stored 0.0.weight in bf16, which its close"),
+    ("bf16-true", "bf16-true", "has stored"),
+    ("bf16-mixed", "fp16-mixed", "stores 0.0.weight in bf16, which this plan keeps in fp32"),
+    ("fp32", "bf16-mixed", "needs 0.0.weight in fp32, which this plan stores in bf16"),
+    ("fp32", "fp16-true", "needs 0.0.weight in fp32"),
+    ("bf16-mixed", "bf16-mixed+regions.0.0=fp32", "needs 0.0.weight in bf16, which this plan stores in fp32"),
+    ("bf16-mixed+regions.0.0=fp32", "bf16-mixed", "needs 0.0.weight in fp32, which this plan stores in bf16"),
+    ("bf16-mixed+regions.0.2=fp32", "bf16-mixed+regions.0.2=fp32", "has stored"),
+    ("fp32", "fp32+regions.0.2=bf16", "casts at the entry of 0.2, and the other does not"),
+    ("fp32+regions.0.2=bf16", "fp32", "casts at the entry of 0.2"),
+    ("fp32+regions.0.2=bf16", "fp32+regions.0.2=fp16", "casts at the entry of 0.2"),
+    (TRAINED + "bf16-mixed", "bf16-mixed", "needs 0.0.weight in fp32, which this plan stores in bf16"),
+    (TRAINED + "fp32", "bf16-true", "needs 0.0.weight in fp32"),
+    ("bf16-mixed", TRAINED + "bf16-mixed", "stores 0.0.weight in bf16, which this plan keeps in fp32"),
+]
+
+
+@pytest.mark.parametrize(("plan", "other", "said"), SHARES)
+def test_what_would_change_a_model_that_is_prepared_is_refused(plan: str, other: str, said: str) -> None:
+    first, second = heads()
+    amps = [castwise.Amp(how.removeprefix(TRAINED), device=DEVICE) for how in (plan, other)]
+    prepare(amps[0], first, plan)
+    want, before = first.eval()(X), {name: p.dtype for name, p in first.named_parameters()}
+    with pytest.raises(
+        StateError, match=r"prepare: this Sequential shares 0\.0\.weight.* that Amp.* has prep"
+    ) as error:
+        prepare(amps[1], second, other)
+    assert said in str(error.value)
+    assert torch.equal(first(X), want)
+    assert {name: p.dtype for name, p in first.named_parameters()} == before
+    amps[0].close()
+    assert {p.dtype for p in second.parameters()} == {torch.float32}
+    assert second.eval()(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("plan", ["fp32", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("part_first", [True, False])
+def test_a_model_and_a_part_of_it_are_not_both_prepared(plan: str, part_first: bool) -> None:
+    whole, _ = heads()
+    part = whole[0]
+    first, second = (part, whole) if part_first else (whole, part)
+    with castwise.Amp(plan, device=DEVICE) as amp:
+        amp.prepare(first, inference=True, keep_originals=True)
+        for again in (amp, castwise.Amp(plan, device=DEVICE)):
+            with pytest.raises(StateError, match="one is a part of the other"):
+                again.prepare(second, inference=True)
+    assert whole(X).dtype is part(X).dtype is torch.float32
+
+
+def test_models_of_two_sessions_may_share_what_neither_changes() -> None:
+    first, second = heads()
+    one, two = (
+        castwise.Amp("bf16-mixed", device=DEVICE),
+        castwise.Amp("fp16-mixed+loss_scale=none", device=DEVICE),
+    )
+    one.prepare(first, torch.optim.SGD(first.parameters(), 0.1))
+    two.prepare(second, torch.optim.SGD(second[1].parameters(), 0.1))
+    assert first(X).dtype is second(X).dtype is torch.float32
+    one.close()
+    two.close()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import castwise
 from castwise import Plan, Workload
-from castwise.lab.search import compile_trial, compiling, decision, final
+from castwise.lab.search import compile_trial, compiling
 from castwise.lab.search.axes import AUTOCAST, FP32
 from castwise.lab.search.compile_trial import CompileTrial, _gradients, _moved, try_compiled
 from castwise.lab.search.compiling import MOST, _compiled, own_cache, pays_after, said
@@ -36,6 +36,7 @@ from castwise.lab.timing.stats import Ratio
 from castwise.report.tune import plan_grid
 from tests.here import DEVICE
 from tests.report.evidence import make_candidate, make_evidence, make_record
+from tests.searches import short_finals
 from tests.soak import every, pairs, soaks
 
 CPU = torch.device(DEVICE)
@@ -701,8 +702,7 @@ def test_true_and_false_mean_always_and_never() -> None:
 @compiles
 @needs_backend
 def test_a_search_compiles_its_finalists_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name, value in ((decision, "LEAST", 1), (decision, "MOST", 1), (final, "ROUNDS", 3)):
-        monkeypatch.setattr(module, name, value)
+    short_finals(monkeypatch)
     result = castwise.tune(
         workload(_traced), formats=("fp32", "bf16"), device=DEVICE, memory=False, budget_s=45, compile=True
     )

@@ -29,6 +29,7 @@ from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.timing import Lap
 from tests.here import DEVICE
 from tests.lab.search.test_choices import CPU, left_for, workload
+from tests.searches import short_finals
 
 FUSED = Plan.parse("fp32+optimizer=fused")
 
@@ -235,7 +236,7 @@ def test_a_step_too_long_for_the_budget_is_not_timed_again() -> None:
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_finalists_are_fused_all_or_none(fuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
+    short_finals(monkeypatch, 2)
     monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04 * fuses)
     monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.0)
     result = castwise.tune(
@@ -281,7 +282,7 @@ def test_what_fp32_gains_by_its_own_measure_is_no_choice_of_the_final(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: finals of fp32 and fused fp32 took a minute and chose either one at random."""
-    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
+    short_finals(monkeypatch, 2)
 
     monkeypatch.setattr("castwise.lab.search.fastest.fused_saves", lambda *_: 0.04)
     monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.0)

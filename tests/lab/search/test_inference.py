@@ -27,8 +27,14 @@ from castwise.lab.search.final import Final
 from castwise.lab.serve.comparison import OutputTest
 from castwise.lab.timing.runners import InferenceRun, outputs_of, resized, served, served_call
 from tests.here import DEVICE
+from tests.searches import short_finals
 
 CPU = torch.device(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_finals(monkeypatch, 2)
 
 
 class Net(nn.Module):

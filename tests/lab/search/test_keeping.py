@@ -29,6 +29,7 @@ from castwise.lab.timing.runners import TrainingRun
 from castwise.lab.timing.served import belong_to
 from tests.here import DEVICE
 from tests.lab.search.test_choices import CPU, sgd, workload
+from tests.searches import short_finals
 
 KEPT, KEPT_FP32 = (Plan.parse(f"{name}+host_memory=keep") for name in ("bf16-mixed", "fp32"))
 
@@ -235,7 +236,7 @@ def test_what_runs_beside_its_twin_that_keeps_memory_says_why_it_cannot_be_chose
 def test_finalists_keep_memory_and_race_no_longer_as_they_are(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
+    short_finals(monkeypatch, 2)
     monkeypatch.setattr("castwise.lab.search.fastest.keeping_saves", lambda *_: 0.04 * keeps)
     result = castwise.tune(
         workload(), device=DEVICE, formats=("fp32", "bf16"), budget_s=20, memory=False, fresh=True

@@ -18,6 +18,7 @@ from castwise.lab.search.axes import AUTOCAST, FP32, numerics_of
 from castwise.lab.search.repair import NumericsSearch
 from tests.here import DEVICE
 from tests.lab.search.test_repair import Offset, batches, loss, model
+from tests.searches import short_finals
 
 FUSED = Plan.parse("bf16-mixed+optimizer=fused")
 
@@ -40,7 +41,7 @@ JOB = Workload("fragile", lambda: model(2, nn.Linear(16, 16), SlowInFP32(), Offs
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise.lab.search.starts.ROUNDS", 3)
+    short_finals(monkeypatch, 2)
 
 
 def found(job: Workload = JOB, goal: str = "time") -> castwise.TuneResult:

@@ -16,9 +16,15 @@ from castwise.lab.search.axes import whole_step_plans
 from castwise.lab.search.evidence import Candidate
 from tests.here import DEVICE
 from tests.lab.parity.test_updates import data, loss, mlp
+from tests.searches import short_finals
 
 CPU = torch.device(DEVICE)
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_finals(monkeypatch, 2)
 
 
 def lightest(make: Make, *formats: str, budget_s: float = 150.0) -> castwise.TuneResult:

@@ -8,7 +8,7 @@ import gc
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -146,6 +146,10 @@ class OfTensors(Generic[_T]):
         """Remove a tensor, if it is there."""
         if tensor in self:
             self._entries.pop(id(tensor), None)
+
+    def holds_any(self, numbers: Collection[int]) -> bool:
+        """Whether one of the tensors that live at these ids has a value."""
+        return not self._entries.keys().isdisjoint(numbers)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         entry = self._entries.get(id(tensor))

@@ -536,6 +536,17 @@ def check_methods(plan: Plan, model: nn.Module, methods: Iterable[str]) -> None:
         )
 
 
+def is_as_planned(border: Border, resolution: Resolution, place: ModulePlan) -> bool:
+    """Whether the border that a module has casts as the one that ``place`` asks for."""
+    site, around = border.site, place.around or place.compute
+    return (
+        site is not None
+        and not border.root
+        and (site.plan, site.compute, site.meets) == (resolution.plan, place.compute, place.meets)
+        and border.cast_outputs is _cast_outputs(resolution.plan, place.compute, around)
+    )
+
+
 def _frame_for(plan: Plan, compute: str, device_type: str, rows: Mapping[str, rules.Row]) -> Frame:
     dtype = FORMATS[compute].dtype
     if casts_operators(plan, compute):
@@ -600,11 +611,14 @@ def install(
         # by torch's own kernels instead.
         rows.setdefault("lstm", rules.Row("lstm", "lower", "oneDNN does not support this LSTM on this CPU"))
     follow = bool(rows)
-    if resolution.mixes:
-        # These rules only affect operators that could not run otherwise, so they do not need ``follow``: a border whose
-        # own settings have rules records them for the backward pass in any case.
-        extra = rules.stored_low(plan.rules, device_type)
-        rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
+    # These rules only affect operators that could not run otherwise, so they do not need ``follow``: a border whose
+    # own settings have rules records them for the backward pass in any case.
+    extra = dict(rules.stored_low(plan.rules, device_type)) if resolution.mixes else {}
+    if own and plan.rules == "none":
+        extra |= rules.meetings(
+            device_type
+        )  # what a rule casts to fp32 goes on to operators with low weights
+    rows |= {op: row for op, row in extra.items() if op not in dict(plan.ops)}
     made = {compute: _frame_for(plan, compute, device_type, rows) for compute in computes}
     meeting = {
         compute: frame_of(device_type, FORMATS[compute].dtype, rules.meetings(device_type), cache=False)
@@ -629,7 +643,7 @@ def install(
     if plan.params == "compute" or root_place.compute != plan.compute:
         root_input = FORMATS[root_place.compute].dtype
     # autocast operators accept both fp32 and the plan's format, and round only what they compute with
-    casts = root_input is not None and casts_operators(plan, root_place.compute)
+    casts = root_input is not None and plan.rules != "none" and casts_operators(plan, root_place.compute)
     cast_inputs, cast_only = root_input, None
     if casts:
         cast_inputs, cast_only = torch.float32, tuple({torch.float64, *LOW_DTYPES} - {root_input})

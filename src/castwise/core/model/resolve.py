@@ -281,6 +281,9 @@ def resolve(
     - A module without ``forward`` has no inputs or outputs that could be cast. Its buffers are stored in the format of
       the parameters too, unless they hold only whole numbers.
 
+    A parameter that stays in fp32 because a module in an fp32 region shares it, as under tied embeddings, is such a table
+    for the other modules that use it.
+
     Tensors that are bf16 or fp16 before the plan is applied stay so, also where those of an fp32 model would stay fp32.
     There are three exceptions, in which they are stored in fp32: ``widen`` asks for it, the plan stores parameters in
     the other one of bf16 and fp16, or the tensor is in an fp32 region of a plan that computes in bf16 or fp16.
@@ -410,7 +413,7 @@ def _place_tables(
 ) -> None:
     """Find modules that hold a table wider than the format in which they compute, and cast at their entry and exit.
 
-    A table is a buffer of two or more dimensions. ``places`` is changed so that inputs and outputs of these modules are
+    A table is a buffer of two or more dimensions, or a parameter that a module in fp32 shares. ``places`` is changed so that inputs and outputs of these modules are
     cast. Only modules whose operators are not autocast need this.
     """
     paths = {module: path for path, module in modules.items()}
@@ -426,7 +429,9 @@ def _place_tables(
             places[path] = dataclasses.replace(place, around=place.compute, meets=True)
             continue
         mine = [b for b in module.buffers(recurse=False) if b.dim() > 1 and b.is_floating_point()]
-        if not any(_is_wider(final[buffer], low) for buffer in mine):
+        if place.stored in LOW:  # a parameter is wider then if another module shares it
+            mine += [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+        if not any(_is_wider(final[tensor], low) for tensor in mine):
             continue
         around = place.around or (place.compute if path else None)
         if next(module.parameters(), None) is None and (

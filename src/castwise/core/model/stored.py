@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -83,6 +83,11 @@ def _is_narrower(dtype: torch.dtype, stored: torch.dtype) -> bool:
     if dtype is stored or not (dtype.is_floating_point and stored.is_floating_point):
         return False
     return torch.finfo(dtype).bits < torch.finfo(stored).bits
+
+
+def are_noted(numbers: Collection[int]) -> bool:
+    """Whether one of the parameters that live at these ids belongs to a prepared model."""
+    return _stored.holds_any(numbers)
 
 
 def stored_format(parameter: Tensor) -> Any:

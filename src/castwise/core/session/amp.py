@@ -49,6 +49,7 @@ from castwise.core.session.guard import give_late_masters, scaler_for
 from castwise.core.session.inventory import Inventory
 from castwise.core.session.members import Members
 from castwise.core.session.scaled import check_loss
+from castwise.core.session.sharing import check_sharing
 from castwise.core.session.summary import say_restored, summarise
 from castwise.core.session.undo import UndoLog
 from castwise.core.session.wrapping import Wrapping
@@ -287,9 +288,11 @@ class Amp(masters.OfThisProcess):
             if inference and "generate" not in methods and borders.has_method(target, "generate"):
                 methods = [*methods, "generate"]  # generate() calls encoder and decoder separately
             resolution = self.resolve(target, part=part, inference=inference, widen=widen)
+            dtypes = storage.dtypes_of(resolution, target)
+            prepared = ((other, repr(owner), owner is self) for other, owner in list(_prepared.items()))
+            check_sharing(found, resolution, dtypes, prepared)
             check_arrival(found.low, resolution, widen, inference=inference, again=kept is not None)
             fsdp.check_groups(resolution, target)
-            dtypes = storage.dtypes_of(resolution, target)
             fsdp.check_shards(target, dtypes)
             storage.check_range(target, dtypes)
         arrived = storage.dtypes_now(found.low.values())
