@@ -336,3 +336,59 @@ def test_a_model_calls_linear_algebra_on_weights_stored_low(
     with castwise.Amp(name, device=DEVICE) as amp:
         amp.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
         torch.testing.assert_close(model().float(), want, rtol=0.02, atol=0.02)
+
+
+# --- plans that store all weights low and cast no operators but those that they name ---------------------------
+
+
+class Tied(nn.Module):
+    """A small language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.inner = nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        return self.head(h + functional.gelu(self.inner(self.norm(h))).softmax(-1))
+
+
+NAMED = [
+    "ops.gelu=fp32", "ops.softmax=fp32", "ops.layer_norm=fp32", "ops.linear=fp32", "ops.embedding=fp32", "ops.exp=fp32",
+    "regions.head=fp32", "regions.embed=fp32", "regions.inner=fp32", "regions.head=fp32+ops.gelu=fp32",
+    "regions.norm=fp32+ops.softmax=fp32",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", NAMED)
+@pytest.mark.parametrize("name", ["bf16-true", "fp16-true+loss_scale=none", "O3"])
+def test_what_a_plan_keeps_in_fp32_meets_low_weights(name: str, more: str) -> None:
+    ids, dtype = torch.arange(12).reshape(2, 6), torch.float16 if name != "bf16-true" else torch.bfloat16
+    want = Tied()(ids)
+    for inference in (True, False):
+        model = Tied()
+        with (
+            castwise.Amp(f"{name}+{more}", device=DEVICE, nonfinite="skip") as amp,
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            if inference:
+                amp.prepare(model, inference=True)
+            else:
+                amp.prepare(model, optimizer := torch.optim.SGD(model.parameters(), 0.01))
+            out = model(ids)
+            if not inference:
+                amp.backward(out.float().square().mean())
+                amp.step(optimizer)
+                assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+            torch.testing.assert_close(
+                out.float(), want, rtol=0, atol=2 * ROUNDING[dtype] * float(want.abs().max())
+            )
+            shared = model.embed.weight.dtype
+            assert shared is (
+                torch.float32 if "head" in more or ("embed=" in more and "regions" in more) else dtype
+            )
+            amp.close()

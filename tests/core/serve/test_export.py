@@ -326,6 +326,18 @@ def test_outputs_that_are_random_are_said_to_differ() -> None:
         castwise.export(Noisy().eval(), "bf16-mixed", floats())
 
 
+def test_complex_outputs_are_compared_in_both_parts() -> None:
+    class Phase(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Phase.calls += 1
+            return torch.complex(x, x + Phase.calls)
+
+    with pytest.warns(UserWarning, match="outputs of the exported Phase differ"):
+        castwise.export(Phase().eval(), "fp32", floats())
+
+
 # --- baked ------------------------------------------------------------------------------------------------------
 
 

@@ -37,19 +37,24 @@ def _add(model: nn.Module, values: nn.Module) -> None:
         parameter.add_(value, alpha=0.5)
 
 
+@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("write", [_load, _copy, _add])
 @pytest.mark.parametrize("plan", ["bf16-mixed", "fp16-true"])
 def test_close_says_which_weights_were_written_while_they_were_low(
-    plan: str, write: Callable[[nn.Module, nn.Module], None]
+    plan: str, write: Callable[[nn.Module, nn.Module], None], keep: bool
 ) -> None:
     model = make()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().half())
     amp = castwise.Amp(plan, device=DEVICE)
-    amp.prepare(model, inference=True)
+    amp.prepare(model, inference=True, keep_originals=keep)
     write(model, make(seed=1))
     now = [parameter.clone() for parameter in model.parameters()]
+    if keep and write is _load:  # which keeps what it loads
+        amp.close()
+        assert all(map(torch.equal, model.parameters(), make(seed=1).parameters()))
+        return
     with pytest.warns(UserWarning, match=r"0\.weight.* were written while they were stored for inference"):
         amp.close()
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())

@@ -294,6 +294,30 @@ def test_what_cannot_be_judged(make: Callable[[Tensor], Any], message: str) -> N
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+class Counts(nn.Module):
+    """Changes one of its buffers, or its input, at each call."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer, self.what = nn.Linear(16, 4), what
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + self.calls
+        (self.calls if self.what == "buffer" else x).add_(1)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("buffer", "its buffer calls"), ("input", "tensor 0 of its batch")]
+)
+def test_what_a_call_changes_is_not_called_random(what: str, said: str) -> None:
+    with pytest.raises(
+        WorkloadError, match=f"output differs when .* in fp32, since a call of the model changes {said}; give"
+    ):
+        check(Counts(what).eval())
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(WorkloadError, match="has output, none of them scores"):
         check(model(), outputs="scores")

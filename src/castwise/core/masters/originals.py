@@ -160,6 +160,14 @@ def original_of(parameter: Tensor) -> Tensor | None:
     return values
 
 
+def is_written(parameter: Tensor) -> bool | None:
+    """Whether a parameter's values differ from its rounded original values; None if no original values are kept."""
+    known: _Original | None = _originals.get(parameter)
+    if known is None or known.values.shape != parameter.shape:
+        return None
+    return not agree(known.values.to(parameter.device), parameter)
+
+
 def note_former(tensor: Tensor, dtype: torch.dtype) -> None:
     """Record the format that a tensor has before a plan stores it in another format.
 

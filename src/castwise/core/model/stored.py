@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise.core import _torch
+from castwise.core.plans.text import some
 from castwise.errors import StateError
 
 _stored: _torch.tensors.OfTensors[torch.dtype] = _torch.tensors.OfTensors()
@@ -32,7 +33,19 @@ def note_format(parameter: Tensor) -> None:
 
 
 def forget_formats(model: nn.Module) -> None:
-    """Forget the recorded dtypes of a model that is no longer prepared."""
+    """Forget the recorded dtypes of a model that is no longer prepared.
+
+    Warns:
+        UserWarning: Parameters were cast to a narrower dtype since the model was prepared, which closing does not undo.
+    """
+    cast = [name for name, p in model.named_parameters() if _is_narrower(p.dtype, stored_format(p))]
+    if cast:
+        dtype = str(model.get_parameter(cast[0]).dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{some(cast)} of {type(model).__name__} were cast to {dtype} after prepare, as by model.to({dtype}), and stay in it. "
+            "model.float() brings all parameters to fp32 again, with the digits that are left.",
+            stacklevel=6,
+        )
     for parameter in model.parameters():
         _stored.pop(parameter)
     if not len(_stored):

@@ -141,7 +141,10 @@ def _compare(kind: str, want: Sequence[Tensor], got: Sequence[Tensor]) -> None:
     """Warn if a program gives other outputs for the example than the model from which it was made."""
     worst = 0.0
     for one, other in zip(want, got, strict=True):
-        one, other = one.double(), other.double()
+        one, other = (
+            (torch.view_as_real(each.resolve_conj()) if each.is_complex() else each).double()
+            for each in (one, other)
+        )
         if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
             scale = one.nan_to_num().abs().max().clamp_min(torch.finfo(torch.float64).tiny)
             worst = max(worst, float((one - other).abs().nan_to_num(nan=math.inf).max() / scale))

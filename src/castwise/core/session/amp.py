@@ -310,7 +310,7 @@ class Amp(masters.OfThisProcess):
             self._members.arrived[target] = arrived
             self._wrapping.note(target, resolution.plan)
             if drop:  # last, since what rounding changes cannot be undone
-                rounded = storage.store(target, resolution.plan, dtypes, log, drop=True)
+                rounded = storage.store(target, resolution.plan, dtypes, log, inference=True, drop=True)
                 for parameter in target.parameters():
                     note_format(parameter)
         if inference or not self.plan.keeps_masters:

@@ -105,7 +105,7 @@ def apply(
     log.callback(_follow_late, _late[model][0], [*changed, *arrived])
     newcomers = storage.Newcomers(model, dtypes)
     if not drop:
-        storage.store(model, plan, dtypes, log)
+        storage.store(model, plan, dtypes, log, inference=inference)
     if dtypes:
         log.on(model, newcomers.restore, [weakref.ref(optimizer) for optimizer in optimizers])
     for optimizer in optimizers:

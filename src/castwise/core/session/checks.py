@@ -303,8 +303,8 @@ def check_change(model: nn.Module, before: Plan, after: Plan) -> None:
     )
     if why:
         raise StateError(
-            f"change({str(after)!r}): this {type(model).__name__} {why}. Save a checkpoint, and load it into a training "
-            "that begins under the new plan."
+            f"change({str(after)!r}): this {type(model).__name__} {why}. Save a checkpoint, and load it into a model "
+            "that is prepared under the new plan."
         )
 
 

@@ -129,7 +129,13 @@ def check_range(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
 
 
 def store(
-    model: nn.Module, plan: Plan, dtypes: Mapping[Tensor, torch.dtype], log: UndoLog, *, drop: bool = False
+    model: nn.Module,
+    plan: Plan,
+    dtypes: Mapping[Tensor, torch.dtype],
+    log: UndoLog,
+    *,
+    inference: bool,
+    drop: bool = False,
 ) -> list[str]:
     """Convert tensors to the given dtypes and the plan's memory format, in place, so that references to them stay valid.
 
@@ -141,6 +147,7 @@ def store(
         plan: The plan.
         dtypes: The tensors to convert, with their new dtypes.
         log: The undo log.
+        inference: Whether the model is only evaluated. Undoing then warns of tensors that were written in the meantime.
         drop: Whether to drop the former values of each tensor before the next one is converted, so that hardly more memory
             is used than before. Undoing then restores dtypes, but not what rounding has changed.
 
@@ -150,7 +157,7 @@ def store(
     log.on(model, _flatten_recurrent)
     rounded: list[str] = []
     written: list[str] = []
-    if drop:
+    if inference:
         log.on(model, _tell_rounded, rounded, written)
     for name, tensor in named_tensors(model):
         dtype = dtypes.get(tensor, tensor.dtype)
@@ -172,6 +179,7 @@ def store(
                 rounded.append(name)
             if drop:
                 masters.forget_original(tensor)
+            if inference:
                 log.on(tensor, _note_writes, _torch.tensors.version(tensor), name, written)
         if strides and not hasattr(tensor, "device_mesh"):
             # contiguous() does not change 1 x 1 kernels
@@ -199,23 +207,27 @@ def _is_rounded_by(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _note_writes(tensor: Tensor, version: int, name: str, written: list[str]) -> None:
-    """Add the name of a tensor to ``written`` if it was written since it had this version."""
-    if _torch.tensors.version(tensor) != version and name not in written:
+    """Add the name of a tensor to ``written`` if it was written since it had this version, and the values are not kept."""
+    known = masters.is_written(tensor)
+    if (_torch.tensors.version(tensor) != version if known is None else known) and name not in written:
         written.insert(0, name)  # changes are undone from the last to the first
 
 
 def _tell_rounded(model: nn.Module, rounded: Sequence[str], written: Sequence[str]) -> None:
     """Warn of the tensors whose former values, or values written since, are lost, when their dtypes are restored."""
     lost = [name for name in rounded if name not in written]
-    said = [f"{some(lost)} of {type(model).__name__} were rounded for inference"] if lost else []
-    if written:
-        said.append(
-            f"{some(written)} of {type(model).__name__} were written while they were stored for inference, which rounded what does not fit"
-        )
-    if said:
+    kind = type(model).__name__
+    if lost:
         warnings.warn(
-            f"{'; '.join(said)}. They have the rounded values in their former dtype now, since other values were not kept. To have them "
-            "back, load them again, or prepare with prepare(model, inference=True, keep_originals=True), which keeps them in host memory.",
+            f"{some(lost)} of {kind} were rounded for inference, and have the rounded values in their former dtype now, since their "
+            "former values were not kept. To have them back, load them again, or prepare with "
+            "prepare(model, inference=True, keep_originals=True), which keeps them in host memory.",
+            stacklevel=6,
+        )
+    if written:
+        warnings.warn(
+            f"{some(written)} of {kind} were written while they were stored for inference in a low format, and have in their former "
+            "dtype what that format holds of it. To have all of it, write them again, or use load_state_dict under keep_originals=True.",
             stacklevel=6,
         )
 

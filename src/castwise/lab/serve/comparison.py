@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from castwise.core.casting.trees import to_device
+from castwise.core import _torch
+from castwise.core.casting.trees import tensors_in, to_device
 from castwise.core.model.copying import copy_of
 from castwise.core.plans.formats import LOW, Format
 from castwise.core.plans.plan import Plan
@@ -135,6 +136,11 @@ class OutputTest:
         self.seen = [to_device(batch, self.device) for batch in given]
         self._samples = 0
         with self._runner.running(REFERENCE) as model:
+            held = {f"its buffer {name}": buffer for name, buffer in model.named_buffers()}
+            held |= {f"tensor {number} of its batch": t for number, t in enumerate(tensors_in(self.seen[0]))}
+            before = {
+                name: tensor.clone() for name, tensor in held.items() if _torch.tensors.is_dense(tensor)
+            }
             watch = PositionWatch(self.positions, model, self.seen[0])
             with observed(model, watch):
                 again = self._runner.run(model, self.seen[0], again=1)
@@ -142,7 +148,8 @@ class OutputTest:
             for number, batch in enumerate(self.seen):
                 out = self._runner.run(model, batch)
                 if number == 0:
-                    self._check_repeats(again, out)
+                    changed = [name for name, values in before.items() if not torch.equal(held[name], values)]
+                    self._check_repeats(again, out, changed)
                 self._check(out, batch)
                 first = next(iter(out.values()))
                 self._samples += first.shape[0] if first.dim() else 1
@@ -160,7 +167,10 @@ class OutputTest:
             kind_of(name, output),
         )
 
-    def _check_repeats(self, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    def _check_repeats(
+        self, one: Mapping[str, Tensor], other: Mapping[str, Tensor], changed: Sequence[str]
+    ) -> None:
+        """Raise if two runs of a batch differ. ``changed`` names the tensors that the runs changed."""
         for name, a in one.items():
             b = other.get(name)
             if b is None or a.shape != b.shape:
@@ -176,6 +186,11 @@ class OutputTest:
                 if kind == "integers"
                 else found.error > REPEATS**2 * found.signal
             )
+            if differs and changed:
+                raise WorkloadError(
+                    f"{self._name}: {name} differs when the same batch runs again in fp32, since a call of the model changes {changed[0]}; "
+                    "give a model whose outputs depend on the batch alone, or compare other outputs"
+                )
             if differs:
                 raise WorkloadError(
                     f"{self._name}: {name} is random: it differs when the same batch runs again in fp32; draw random numbers "
