@@ -174,3 +174,17 @@ def test_models_of_two_sessions_may_share_what_neither_changes() -> None:
     assert first(X).dtype is second(X).dtype is torch.float32
     one.close()
     two.close()
+
+
+def test_a_weight_that_loading_replaced_is_named() -> None:
+    model = make()
+    state = {"0.weight": torch.ones(8, 8, device=DEVICE)}
+    amp = castwise.Amp("bf16-true", device=DEVICE)
+    amp.prepare(model, inference=True)
+    model.load_state_dict(state, assign=True, strict=False)
+    with pytest.raises(
+        RuntimeError, match=r"castwise: 0\.weight is not the parameter .* stored in torch.float32"
+    ):
+        model(X)
+    with pytest.warns(UserWarning, match="rounded for inference"):
+        amp.close()

@@ -134,13 +134,30 @@ def refuse_cast(model: nn.Module) -> None:
 
 
 def explain_cast(error: BaseException | None, model: nn.Module) -> None:
-    """Add to the message of an operator's error that parameters were cast since the model was prepared, if they were.
+    """Add to the message of an operator's error that parameters were cast or replaced since the model was prepared, if they were.
 
     A forward hook calls this. torch silences errors that a hook raises after an exception, so the message of the
     exception is extended instead.
     """
     if not isinstance(error, RuntimeError) or not error.args or not isinstance(error.args[0], str):
         return
+    of_dtypes = any(word in error.args[0] for word in ("dtype", "scalar type", "same type"))
     for name, parameter in model.named_parameters():
-        if is_cast(parameter) and "castwise:" not in error.args[0]:
+        if "castwise:" in error.args[0]:
+            return
+        if is_cast(parameter):
             error.args = (f"{error.args[0]}\ncastwise: {say_cast(name, parameter)}", *error.args[1:])
+        elif of_dtypes and _is_replaced(parameter, model):
+            said = (
+                f"{name} is not the parameter that prepare found and stored as the plan says: load_state_dict(assign=True), for one, "
+                f"replaces parameters. This one is stored in {parameter.dtype}. Write into the parameter instead, by copy_ or "
+                "load_state_dict without assign, or load before prepare."
+            )
+            error.args = (f"{error.args[0]}\ncastwise: {said}", *error.args[1:])
+
+
+def _is_replaced(parameter: Tensor, model: nn.Module) -> bool:
+    """Whether a parameter came into a prepared model later, in a dtype that the others do not have."""
+    return parameter not in _stored and parameter.dtype not in {
+        p.dtype for p in model.parameters() if p in _stored
+    }
