@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from castwise.core import amounts, devices
+from castwise.core.plans.formats import LOW
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.words import in_words
 from castwise.lab.passes.regions import exempt
@@ -68,6 +69,8 @@ from castwise.lab.timing.runners import InferenceRun
 
 RACE_SHARE = 0.5
 """No round of the race begins after this share of the time left at its start."""
+TO_COMPILE_S = 90.0
+"""With less time left after the race, two plans enter the final beside fp32, so that there is time to compile one."""
 LEAST_CALLS, CALLS, CALLS_S = 5, 200, 6.0
 """Single calls of each plan that are timed for a latency: at least ``LEAST_CALLS``, at most ``CALLS``, and after the least none
 once all plans together have taken ``CALLS_S`` seconds, or half of the time that is left for this batch size."""
@@ -103,7 +106,7 @@ def find_for_inference(search: Search) -> None:
     ) as contest:  # fmt: skip
         search.race = contest
         with journal.stage("race"):
-            left = contest.halve(plans, keep=FINALISTS)
+            left = contest.halve(_not_hopeless(search, plans), keep=FINALISTS)
             new = [with_operators_as_is(plan, found.used, context.device.type) for plan in left[:2]]
             if variants := [plan for plan in new if plan is not None and plan not in left]:
                 left = contest.halve([*left, *variants], rounds=4, heats=1)
@@ -114,13 +117,15 @@ def find_for_inference(search: Search) -> None:
             sound = with_lossless(contest, race_repaired(contest, sound))
             if found.as_given is not None:
                 _judge_as_given(search, found, found.as_given)
-        running = likeliest(journal, contest, sound, room_in_final(context, contest))
+        hurries = context.settings.compile != "never" and context.left_s() < TO_COMPILE_S
+        running = likeliest(journal, contest, sound, 2 if hurries else room_in_final(context, contest))
         how = favourite(contest, sound)
         with journal.stage("page faults"):
             if keeping_saves(context, how):
                 how = dataclasses.replace(how, host_memory="keep")
                 running = run_as(journal, contest.order(running), how)
-        compiled = compile_finalists(search, [run_with(plan, how) for plan in contest.order(sound)])
+        tried = running if hurries else sound
+        compiled = compile_finalists(search, [run_with(plan, how) for plan in contest.order(tried)])
         always = bool(compiled) and context.settings.compile == "always"
         shown = [FP32] if run_with(FP32, how) in set(running) - {FP32} else []
         choices = compiled if always else [plan for plan in (FP32, *running, *compiled) if plan not in shown]
@@ -140,6 +145,26 @@ def find_for_inference(search: Search) -> None:
         search.latencies = tuple(_latencies(search, found, compared))
     if found.arrived:
         journal.notes += arrival_notes(search)
+
+
+def _not_hopeless(search: Search, plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans without those in low formats for which the device has no kernels, as the first plan of each format shows."""
+    contest = search.contest
+    first: dict[str, Plan] = {}
+    for plan in plans:
+        if plan.compute in LOW:
+            first.setdefault(plan.compute, plan)
+    contest.run(list(first.values()), 0)
+    out = []
+    for plan in plans:
+        one = first.get(plan.compute, plan)
+        slow = contest.entries[one].left if one != plan else None
+        if slow is None or slow.kind != "worse":
+            out.append(plan)
+        else:
+            reason = f"{in_words(one)}, in the same format, was {slow.reason}"
+            search.journal.decide(plan, Fate("untried", reason, "race"))
+    return out
 
 
 # --- outputs ------------------------------------------------------------------------------------------------
