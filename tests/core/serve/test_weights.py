@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise.errors import StateError
+from castwise.errors import PlanError, StateError
 from tests.here import DEVICE
 
 X = torch.linspace(-1, 1, 32, device=DEVICE).reshape(4, 8)
@@ -188,3 +188,80 @@ def test_a_weight_that_loading_replaced_is_named() -> None:
         model(X)
     with pytest.warns(UserWarning, match="rounded for inference"):
         amp.close()
+
+
+@pytest.mark.parametrize("how", ["heads", "teacher first", "teacher last", "changed"])
+@pytest.mark.parametrize(
+    "plan", ["bf16-master", "fp16-master+loss_scale=none", "O2", "bf16-true", "bf16-mixed", "fp32"]
+)
+def test_shared_weights_that_are_not_trained_come_back_exactly(plan: str, how: str) -> None:
+    first, second = heads()
+    first[0].requires_grad_(False)
+    before = [parameter.clone() for parameter in first[0].parameters()]
+    amp = castwise.Amp(plan, device=DEVICE)
+    low = "mixed" in plan and how == "teacher last"  # the teacher's weights would be cast once
+    calls = {
+        "one": lambda: amp.prepare(first, torch.optim.SGD(first[1].parameters(), 0.1)),
+        "two": lambda: amp.prepare(second, torch.optim.SGD(second[1].parameters(), 0.1)),
+        "served": lambda: amp.prepare(second, inference=True, keep_originals=True),
+    }
+    order = {"teacher first": ("served", "one"), "teacher last": ("one", "served")}.get(how, ("one", "two"))
+    if low:
+        with pytest.raises((StateError, PlanError)):
+            [calls[name]() for name in order]
+    else:
+        for name in order:
+            calls[name]()
+        first(X), second(X)
+        if how == "changed":
+            amp.change("fp32")
+    amp.close()
+    assert all(map(torch.equal, first[0].parameters(), before))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("plan", ["bf16-master", "fp16-master+loss_scale=none"])
+def test_masters_of_a_model_that_was_served_before_come_back(plan: str, keep: bool) -> None:
+    first, second = heads()
+    amp = castwise.Amp(plan, device=DEVICE)
+    amp.prepare(second, inference=True, keep_originals=keep)
+    optimizer = torch.optim.SGD(first.parameters(), 0.1)
+    amp.prepare(first, optimizer)
+    for _ in range(3):
+        amp.backward(first(X).square().mean())
+        amp.step(optimizer)
+        optimizer.zero_grad()
+    want = {name: value.clone() for name, value in amp.model_state_dict(first).items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* were rounded for inference")  # second's own head
+        amp.close()
+    assert all(torch.equal(value, want[name]) for name, value in first.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", ["bf16-master", "bf16-true+ops.gelu=fp32", "bf16-mixed", "O2+ops.gelu=fp32"])
+def test_a_loss_of_one_head_is_no_call_past_the_other(plan: str) -> None:
+    first, second = heads()
+    amp = castwise.Amp(plan, device=DEVICE)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (first, second[1])]
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        amp.prepare(model.train(), optimizer)
+    for model in (first, first, second, first, second, second):
+        amp.backward(model(X).float().square().mean())
+        amp.step(*optimizers)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    amp.close()
+
+
+def test_nothing_is_said_of_weights_that_loading_replaced_or_that_were_cast_back() -> None:
+    model, values = make(), make(seed=1)
+    amp = castwise.Amp("bf16-mixed", device=DEVICE)
+    amp.prepare(model, inference=True)
+    model.load_state_dict(values.state_dict(), assign=True)
+    amp.close()  # a warning would be an error
+    kept = make()
+    before = [parameter.clone() for parameter in kept.parameters()]
+    amp.prepare(kept, inference=True, keep_originals=True)
+    kept.float()
+    amp.close()
+    assert all(map(torch.equal, kept.parameters(), before))

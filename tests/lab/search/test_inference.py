@@ -25,6 +25,7 @@ from castwise.lab.search.context import Journal
 from castwise.lab.search.evidence import BY_AUTOCAST
 from castwise.lab.search.final import Final
 from castwise.lab.serve.comparison import OutputTest
+from castwise.lab.timing.ranks import BY_ITSELF
 from castwise.lab.timing.runners import InferenceRun, outputs_of, resized, served, served_call
 from tests.here import DEVICE
 from tests.searches import short_finals
@@ -221,7 +222,7 @@ def test_the_metrics_of_evaluate_are_compared_if_there_is_time(left_s: float, ve
     given = Workload("net", model=Net, batches=batches, evaluate=evaluate)
     test = OutputTest(Net().to(DEVICE).eval(), served_call, batches(0), CPU)
     test.reference(4)
-    context: Any = SimpleNamespace(workload=given, journal=Journal(), left_s=lambda: left_s)
+    context: Any = SimpleNamespace(workload=given, journal=Journal(), left_s=lambda: left_s, ranks=BY_ITSELF)
     search: Any = SimpleNamespace(context=context)
     served_: Any = SimpleNamespace(test=test)
     found = inference._evaluated(search, served_, test.test(Plan.parse("bf16-true")))

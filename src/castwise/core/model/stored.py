@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise.core import _torch
-from castwise.core.plans.text import some
 from castwise.errors import StateError
 
 _stored: _torch.tensors.OfTensors[torch.dtype] = _torch.tensors.OfTensors()
@@ -33,19 +32,7 @@ def note_format(parameter: Tensor) -> None:
 
 
 def forget_formats(model: nn.Module) -> None:
-    """Forget the recorded dtypes of a model that is no longer prepared.
-
-    Warns:
-        UserWarning: Parameters were cast to a narrower dtype since the model was prepared, which closing does not undo.
-    """
-    cast = [name for name, p in model.named_parameters() if _is_narrower(p.dtype, stored_format(p))]
-    if cast:
-        dtype = str(model.get_parameter(cast[0]).dtype).removeprefix("torch.")
-        warnings.warn(
-            f"{some(cast)} of {type(model).__name__} were cast to {dtype} after prepare, as by model.to({dtype}), and stay in it. "
-            "model.float() brings all parameters to fp32 again, with the digits that are left.",
-            stacklevel=6,
-        )
+    """Forget the recorded dtypes of a model that is no longer prepared."""
     for parameter in model.parameters():
         _stored.pop(parameter)
     if not len(_stored):
@@ -106,6 +93,12 @@ def are_noted(numbers: Collection[int]) -> bool:
 def stored_format(parameter: Tensor) -> Any:
     """Return the dtype in which a parameter was stored when its model was prepared, or its current dtype if it was not."""
     return _stored.get(parameter, parameter.dtype)
+
+
+def narrowed(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a prepared model that have a narrower dtype than when it was prepared, by name."""
+    cast = {name: p for name, p in model.named_parameters() if _stored.get(p, p.dtype) is not p.dtype}
+    return {name: p for name, p in cast.items() if _is_narrower(p.dtype, stored_format(p))}
 
 
 def is_cast(parameter: Tensor) -> bool:

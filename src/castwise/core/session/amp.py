@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack, overload
@@ -1100,10 +1101,13 @@ class Amp(masters.OfThisProcess):
         some plans, are copied into the model and then removed. If one of these changes cannot be undone, the others are
         undone nevertheless.
         """
+        narrowed = [*filter(None, map(storage.say_narrowed, self._members.models))]
         self._undo.close()
         self._prepares.clear()
         self._block = self._root = None
         self._wrapping.forget()
+        for said in narrowed:
+            warnings.warn(said, stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
         """Return an Amp with the same plan and loss scales, in which nothing is prepared."""

@@ -329,17 +329,19 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int], uncalled: Sequence
                 )
                 if beside:
                     _tell_beside(watched, beside[0])
-            elif known:
-                watched.misses += not hides and not products.keys().isdisjoint(reached)
+                continue
+            bare = [
+                name
+                for key, name in reached.items()
+                if key in products and not _is_used_by_others(watched, uses[key])
+            ]
+            if known:
+                watched.misses += bool(bare) and not hides
                 if watched.misses >= 2:
                     done.append(watched)
-                    _warn(
-                        watched,
-                        _fact(watched, next(name for key, name in reached.items() if key in products)),
-                        _CURE,
-                    )
-            elif not products.keys().isdisjoint(reached) and watched.was_passed_by(hides):
-                fact = _fact(watched, next(name for key, name in reached.items() if key in products))
+                    _warn(watched, _fact(watched, bare[0] if bare else next(iter(reached.values()))), _CURE)
+            elif bare and watched.was_passed_by(hides):
+                fact = _fact(watched, bare[0])
                 if watched.say is None:
                     raise StateError(f"backward: {fact}{_CURE}")
                 watched.say(fact)
@@ -349,6 +351,12 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int], uncalled: Sequence
             _settle(watched)
         if done:
             _forget(done)
+
+
+def _is_used_by_others(watched: _Watched, nodes: Sequence[Any]) -> bool:
+    """Whether calls of another module that is watched, and shares the parameter, have made some of these nodes."""
+    others = (other for other in (*_watched, *_settled) if other is not watched)
+    return any(other.is_called(nodes) for other in others)
 
 
 def _tell_beside(watched: _Watched, name: str) -> None:

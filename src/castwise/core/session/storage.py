@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from castwise.core import _torch, masters
 from castwise.core.masters.originals import agree
 from castwise.core.model.resolve import Resolution, named_tensors
+from castwise.core.model.stored import narrowed
 from castwise.core.parallel import fsdp
 from castwise.core.plans.plan import Plan
 from castwise.core.plans.text import some
@@ -155,7 +156,7 @@ def store(
         The names of the tensors whose former values were dropped although rounding has changed them.
     """
     log.on(model, _flatten_recurrent)
-    rounded: list[str] = []
+    rounded: list[tuple[str, weakref.ref[Tensor]]] = []
     written: list[str] = []
     if inference:
         log.on(model, _tell_rounded, rounded, written)
@@ -176,7 +177,7 @@ def store(
             changes = drop and _is_rounded_by(tensor, dtype)
             masters.store(tensor, dtype)
             if changes:
-                rounded.append(name)
+                rounded.append((name, weakref.ref(tensor)))
             if drop:
                 masters.forget_original(tensor)
             if inference:
@@ -186,7 +187,7 @@ def store(
             _torch.tensors.assign(tensor, tensor.data.to(memory_format=torch.channels_last))
     if dtypes:
         _flatten_recurrent(model)
-    return rounded
+    return [name for name, _ in rounded]
 
 
 @contextlib.contextmanager
@@ -208,14 +209,19 @@ def _is_rounded_by(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 def _note_writes(tensor: Tensor, version: int, name: str, written: list[str]) -> None:
     """Add the name of a tensor to ``written`` if it was written since it had this version, and the values are not kept."""
+    if not masters.is_low(tensor):  # it has been cast back, or has the values of its master
+        return
     known = masters.is_written(tensor)
     if (_torch.tensors.version(tensor) != version if known is None else known) and name not in written:
         written.insert(0, name)  # changes are undone from the last to the first
 
 
-def _tell_rounded(model: nn.Module, rounded: Sequence[str], written: Sequence[str]) -> None:
+def _tell_rounded(
+    model: nn.Module, rounded: Sequence[tuple[str, weakref.ref[Tensor]]], written: Sequence[str]
+) -> None:
     """Warn of the tensors whose former values, or values written since, are lost, when their dtypes are restored."""
-    lost = [name for name in rounded if name not in written]
+    now = dict(named_tensors(model))  # loading may have replaced some
+    lost = [name for name, cast in rounded if name not in written and now.get(name) is cast()]
     kind = type(model).__name__
     if lost:
         warnings.warn(
@@ -230,6 +236,22 @@ def _tell_rounded(model: nn.Module, rounded: Sequence[str], written: Sequence[st
             "dtype what that format holds of it. To have all of it, write them again, or use load_state_dict under keep_originals=True.",
             stacklevel=6,
         )
+
+
+def say_narrowed(model: nn.Module) -> str:
+    """Name the parameters that were cast to a narrower dtype since a model was prepared, which closing does not undo."""
+    cast = [
+        name
+        for name, p in narrowed(model).items()
+        if masters.former_dtype(p) is p.dtype and masters.master_of(p) is None
+    ]
+    if not cast:
+        return ""
+    dtype = str(model.get_parameter(cast[0]).dtype).removeprefix("torch.")
+    return (
+        f"{some(cast)} of {type(model).__name__} were cast to {dtype} after prepare, as by model.to({dtype}), and stay in it. "
+        "model.float() brings all parameters to fp32 again, with the digits that are left."
+    )
 
 
 def _flatten_recurrent(model: nn.Module) -> None:
@@ -256,12 +278,16 @@ def forget_originals(tensors: Iterable[Tensor], *, inference: bool) -> None:
 def _as_before(
     tensor: Tensor, dtype: torch.dtype, stride: tuple[int, ...], grad_dtype: torch.dtype | None
 ) -> None:
-    """Restore a tensor's dtype and strides, and its values if they are remembered."""
-    masters.restore(tensor)
-    masters.forget_former(tensor, dtype)
-    if tensor.dtype is not dtype:
-        masters.store(tensor, dtype)
-        masters.forget_original(tensor)
+    """Restore a tensor's dtype and strides, and its values if they are remembered.
+
+    A tensor that was low because of a model prepared before, which shares it, stays so. That model's entry restores it.
+    """
+    if masters.former_dtype(tensor) is dtype:
+        masters.restore(tensor)
+        if tensor.dtype is not dtype:
+            masters.store(tensor, dtype)
+            masters.forget_original(tensor)
+        masters.forget_former(tensor, dtype)
     if tensor.stride() != stride and not hasattr(tensor, "device_mesh") and tensor.dim() == len(stride):
         data = torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
         _torch.tensors.assign(tensor, data.copy_(tensor.data))
