@@ -55,7 +55,9 @@ def test_close_says_which_weights_were_written_while_they_were_low(
         amp.close()
         assert all(map(torch.equal, model.parameters(), make(seed=1).parameters()))
         return
-    with pytest.warns(UserWarning, match=r"0\.weight.* were written while they were stored for inference"):
+    with pytest.warns(
+        UserWarning, match=r"0\.weight.* were written while they were stored low for inference"
+    ):
         amp.close()
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
     assert all(torch.equal(a.float(), b) for a, b in zip(now, model.parameters(), strict=True))
@@ -122,9 +124,9 @@ SHARES = [
     ("bf16-mixed", "bf16-mixed+regions.0.0=fp32", "needs 0.0.weight in bf16, which this plan stores in fp32"),
     ("bf16-mixed+regions.0.0=fp32", "bf16-mixed", "needs 0.0.weight in fp32, which this plan stores in bf16"),
     ("bf16-mixed+regions.0.2=fp32", "bf16-mixed+regions.0.2=fp32", "has stored"),
-    ("fp32", "fp32+regions.0.2=bf16", "casts at the entry of 0.2, and the other does not"),
-    ("fp32+regions.0.2=bf16", "fp32", "casts at the entry of 0.2"),
-    ("fp32+regions.0.2=bf16", "fp32+regions.0.2=fp16", "casts at the entry of 0.2"),
+    ("fp32", "fp32+regions.0.2=bf16", "the two plans do not cast alike at the entry of 0.2"),
+    ("fp32+regions.0.2=bf16", "fp32", "do not cast alike at the entry of 0.2"),
+    ("fp32+regions.0.2=bf16", "fp32+regions.0.2=fp16", "do not cast alike at the entry of 0.2"),
     (TRAINED + "bf16-mixed", "bf16-mixed", "needs 0.0.weight in fp32, which this plan stores in bf16"),
     (TRAINED + "fp32", "bf16-true", "needs 0.0.weight in fp32"),
     ("bf16-mixed", TRAINED + "bf16-mixed", "stores 0.0.weight in bf16, which this plan keeps in fp32"),

@@ -335,12 +335,12 @@ def _check(outputs: Sequence[torch.Tensor], wanted: set[int], uncalled: Sequence
                 for key, name in reached.items()
                 if key in products and not _is_used_by_others(watched, uses[key])
             ]
-            if known:
-                watched.misses += bool(bare) and not hides
+            if known and bare and not hides:
+                watched.misses += 1
                 if watched.misses >= 2:
                     done.append(watched)
-                    _warn(watched, _fact(watched, bare[0] if bare else next(iter(reached.values()))), _CURE)
-            elif bare and watched.was_passed_by(hides):
+                    _warn(watched, _fact(watched, bare[0]), _CURE)
+            elif not known and bare and watched.was_passed_by(hides):
                 fact = _fact(watched, bare[0])
                 if watched.say is None:
                     raise StateError(f"backward: {fact}{_CURE}")

@@ -95,8 +95,11 @@ def _borders(model: nn.Module, other: nn.Module, resolution: Resolution, same: b
             continue
         alike = border is not None and place is not None and borders.is_as_planned(border, resolution, place)
         if not same or not alike:
-            cure = _ONE if alike else _COPY
-            return f"one of the two casts at the entry of {path}{'' if alike else ', and the other does not in this way'}. {cure}"
+            if alike:
+                return (
+                    f"both cast at the entry of {path}, where close() of one would undo the other's. {_ONE}"
+                )
+            return f"the two plans do not cast alike at the entry of {path}. {_COPY}"
     return ""
 
 

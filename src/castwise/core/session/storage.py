@@ -232,8 +232,8 @@ def _tell_rounded(
         )
     if written:
         warnings.warn(
-            f"{some(written)} of {kind} were written while they were stored for inference in a low format, and have in their former "
-            "dtype what that format holds of it. To have all of it, write them again, or use load_state_dict under keep_originals=True.",
+            f"{some(written)} of {kind} were written while they were stored low for inference, so they hold rounded values. To have the "
+            "exact ones, write them again. Under keep_originals=True, load_state_dict keeps what it loads.",
             stacklevel=6,
         )
 
