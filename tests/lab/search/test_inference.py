@@ -18,7 +18,7 @@ from castwise import Plan, Workload
 from castwise.core import devices
 from castwise.core.model.arrival import widen_for
 from castwise.errors import PlanError, StateError, WorkloadError
-from castwise.lab.search import inference
+from castwise.lab.search import compiling, inference
 from castwise.lab.search.axes import FP32, numerics_of
 from castwise.lab.search.contest import Contest
 from castwise.lab.search.context import Journal
@@ -320,3 +320,20 @@ def test_a_run_calls_the_model_in_evaluation_mode_with_a_batch_of_the_size() -> 
     run.block(2)
     run.close()
     assert seen == [(False, 40, True)] * 2
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="freed memory is kept on CPUs alone")
+@pytest.mark.parametrize("budget_s", [8.0, 2.0 * inference.TO_COMPILE_S])
+def test_plans_that_keep_freed_memory_are_compiled_so_too(
+    budget_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little time and with much."""
+    asked: list[Plan] = []
+    monkeypatch.setattr(inference, "keeping_saves", lambda *_: True)
+    monkeypatch.setattr(compiling, "_compiled", lambda _c, _r, _t, plans, *_: asked.extend(plans) or [])
+    castwise.tune(
+        model=Net().eval(), batches=batches, goal="inference", compile="auto", budget_s=budget_s, formats=("fp32", "bf16"),
+        memory=False, device=DEVICE, fresh=True,
+    )  # fmt: skip
+    assert asked
+    assert {plan.host_memory for plan in asked} == {"keep"}

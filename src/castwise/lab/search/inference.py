@@ -125,7 +125,7 @@ def find_for_inference(search: Search) -> None:
                 how = dataclasses.replace(how, host_memory="keep")
                 running = run_as(journal, contest.order(running), how)
         tried = running if hurries else sound
-        compiled = compile_finalists(search, [run_with(plan, how) for plan in contest.order(tried)])
+        compiled = compile_finalists(search, [run_with(plan, how) for plan in tried])
         always = bool(compiled) and context.settings.compile == "always"
         shown = [FP32] if run_with(FP32, how) in set(running) - {FP32} else []
         choices = compiled if always else [plan for plan in (FP32, *running, *compiled) if plan not in shown]
